@@ -136,7 +136,10 @@ def prepared(tmp_path_factory: pytest.TempPathFactory) -> Path:
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
         main(
-            shlex.split("train --model model --data train.jsonl --output run --steps 20 --lr 1e-6")
+            shlex.split(
+                "train --method zeroth-order --model model --data train.jsonl --output run "
+                "--steps 20 --lr 1e-6"
+            )
         )
     return folder
 

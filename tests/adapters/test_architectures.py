@@ -679,13 +679,25 @@ def test_every_command_that_opens_a_model_takes_a_declaration_and_a_run_keeps_it
         ("--data", place / "rows.jsonl"),
     )
     for command in (
-        ("plan", *model, "--batch-size", 1, "--sequence-length", 8),
+        ("plan", "--method", "zeroth-order", *model, "--batch-size", 1, "--sequence-length", 8),
         ("verify", *model, "--steps", 1, "--tokens", 4),
-        ("train", *model, *data, "--output", place / "run", "--steps", 2),
+        (
+            "train",
+            "--method",
+            "zeroth-order",
+            *model,
+            *data,
+            "--output",
+            place / "run",
+            "--steps",
+            2,
+        ),
         ("evaluate", *model, *data),
         ("generate", *model, "--prompt", "the cat", "--max-new-tokens", 1),
         (
             "tune",
+            "--method",
+            "zeroth-order",
             *model,
             *data,
             "--output",

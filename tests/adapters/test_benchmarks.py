@@ -310,12 +310,24 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 ON_TASK = ("--task", "sst2", "--data", "sst2")
 OPTIONS = ("--model", "base", "--lr", 1e-3, "--batch-size", 2)
-ONE_STEP = ("train", *ON_TASK, "--output", "run", *OPTIONS, "--steps", 1)
+ONE_STEP = (
+    "train",
+    "--method",
+    "zeroth-order",
+    *ON_TASK,
+    "--output",
+    "run",
+    *OPTIONS,
+    "--steps",
+    1,
+)
 
 
 def test_one_command_does_what_its_parts_do(folder: Path) -> None:
     options = (*OPTIONS, "--steps", 6, "--evaluate-every", 2)
-    out = done("train", *ON_TASK, "--shots", 2, "--output", "run", *options).out
+    out = done(
+        "train", "--method", "zeroth-order", *ON_TASK, "--shots", 2, "--output", "run", *options
+    ).out
     scores = [line for line in out.splitlines() if "accuracy" in line]
     assert [line.partition(":")[0] for line in scores] == [
         "zero-shot",
@@ -328,7 +340,7 @@ def test_one_command_does_what_its_parts_do(folder: Path) -> None:
             folder / "rows" / f"{name}.jsonl"
         ).read_bytes()
     rows = ("--data", "rows/train.jsonl", "--evaluation", "rows/dev.jsonl")
-    done("train", *rows, "--keep-best", "--output", "parts", *options)
+    done("train", "--method", "zeroth-order", *rows, "--keep-best", "--output", "parts", *options)
     assert_equal(weights_of("run/model"), weights_of("parts/model"))
     for model, line in (("base", scores[0]), ("parts/model", scores[2])):
         evaluated = done(
@@ -358,5 +370,7 @@ def test_an_interruption_before_the_run_leaves_no_rows_and_later_one_resumes(
     assert not (folder / "run.rows").exists()
     done(*ONE_STEP)
     assert "continue the run with zo2 train --resume run" in refusal(*ONE_STEP)
-    assert "leave --task out" in refusal("train", "--task", "sst2", "--resume", "run")
+    assert "leave --task out" in refusal(
+        "train", "--method", "zeroth-order", "--task", "sst2", "--resume", "run"
+    )
     done("train", "--resume", "run")

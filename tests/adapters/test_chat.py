@@ -237,6 +237,8 @@ def run_on_moods(
     write_rows(options.data, [{**row, "mood": mood} for mood in WORDS[8:10]])
     command = (
         "train",
+        "--method",
+        "zeroth-order",
         "--model",
         options.model,
         "--data",

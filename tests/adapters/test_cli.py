@@ -36,7 +36,7 @@ from zo2core.ranges import OptimizerName
 from zo2core.types import Descend, Program
 
 pytestmark = pytest.mark.usefixtures("here")  # a base and its rows
-ON_ROWS = ("train", "--model", "base", "--data", "rows.jsonl")
+ON_ROWS = ("train", "--method", "zeroth-order", "--model", "base", "--data", "rows.jsonl")
 ROOT = Path(__file__).parents[2]
 TRAIN = (*ON_ROWS, "--steps", 6, "--batch-size", 2, "--lr", 1e-2, "--seed", 3)
 
@@ -88,12 +88,12 @@ SAVED = """
     batch_size=2 micro_batch_size=null loss_chunk=null pack=false sequence_length=null
     reward=[] max_new_tokens=32 temperature=0.0 top_p=1.0 reward_seconds=5.0
     reward_memory="1GiB" max_drift=null
-    method=null max_grad_norm=null max_grad_value=null switch_every=null
+    method="zeroth-order" max_grad_norm=null max_grad_value=null switch_every=null
     stream_blocks=false loss_scaling=false
     delayed_update=false state_bits=32 betas=null momentum=null
     estimator="mezo" fitness="scaled" lr=0.01 zo_eps=0.001 weight_decay=0.0
     decay="constant" warmup_steps=0 queries=1
-    noise="rademacher" exact_mezo=false rank=null period=100 stack=null per_row=false
+    noise="rademacher" rank=null period=100 stack=null per_row=false
     clip_grad=null clip_median=null guard=true
     memory="auto" device="cpu" device_memory="auto" activation_memory=null
     write_back_every="auto" write_limit_tb=null snapshot_every=null
@@ -261,11 +261,11 @@ def test_help_says_what_an_option_takes_and_what_it_is_by_default() -> None:
     for expected in (
         "  --model TEXT",
         "  --steps INT",
-        "  --method adamw|sgd|lomo|adalomo|badam",
+        "  --method lora|adamw|sgd|lomo|adalomo|badam|mezo|zeroth-order",
         "  --write-limit-tb FLOAT",
     ):
         assert expected in lines
-    assert "Training steps. Each takes two forward passes per query;" in " ".join(
+    assert "Training steps. Each takes the time of three or four forward passes" in " ".join(
         " ".join(lines).split()
     )
     report = run_here("report", "--help").out.splitlines()
@@ -364,7 +364,17 @@ def test_a_name_may_be_defined_in_any_way(text: str) -> None:
 def test_columns_that_a_run_or_an_evaluation_does_not_use_are_told() -> None:
     Path("tweets.csv").write_text("text,mood,score\nthe cat,good,1\nthe dog,bad,2\n")
     write_rows(Path("held.jsonl"), [{"text": "the cat", "page": 3}])
-    tweets = ("train", "--model", "base", "--data", "tweets.csv", "--steps", 1)
+    tweets = (
+        "train",
+        "--method",
+        "zeroth-order",
+        "--model",
+        "base",
+        "--data",
+        "tweets.csv",
+        "--steps",
+        1,
+    )
     told = done(*tweets, "--output", "run", "--evaluation", "held.jsonl").err
     assert "trained on: the column text; not used: score, mood. --prompt-template" in told
     assert "\nscore may say which rows are good, and is not used" in told

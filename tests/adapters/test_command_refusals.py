@@ -76,29 +76,35 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
         yield folder
 
 
-TRAIN = "train --model base --data rows.jsonl --output run --steps 6"
+TRAIN = "train --method zeroth-order --model base --data rows.jsonl --output run --steps 6"
 ADAMW = f"{TRAIN} --batch-size 3 --lr 1e-2 --method adamw"
 ADAPTER = f"{ADAMW} --adapter lora.json"
 LORA_RANK = f"{TRAIN} --lr 1e-2 --lora-rank 2"
 BADAM = f"{ADAMW} --method badam --switch-every 2 --stream-blocks"
 REWARD = f"{TRAIN} --reward length --estimator es --queries 3 --rank 2 --max-new-tokens 5"
 PREFERENCES, CHOICES = f"{TRAIN} --data preferences.jsonl", f"{TRAIN} --data choices.jsonl"
-CLASSES = "train --model classes --head sequence-classification --data labels.jsonl --output run"
+CLASSES = (
+    "train --method zeroth-order --model classes --head sequence-classification "
+    "--data labels.jsonl --output run"
+)
 ROOM = "--max-new-tokens"
-TASK = "train --model base --data sst2 --output run --task sst2"
-TUNE = "tune --model base --data rows.jsonl --output tuned"
+TASK = "train --method zeroth-order --model base --data sst2 --output run --task sst2"
+TUNE = "tune --method zeroth-order --model base --data rows.jsonl --output tuned"
 EVALUATE, PLAN, VERIFY = (
     "evaluate --model base --data rows.jsonl",
-    "plan --model base",
+    "plan --method zeroth-order --model base",
     "verify --model base",
 )
 
 REFUSED: list[tuple[str, str]] = [
     # What is missing, in use, or not there
-    ("train --model m", "--data: found nothing"),
+    ("train --method zeroth-order --model m", "--data: found nothing"),
     ("train --resume nowhere", "expected the directory of a run"),
     ("train --resume nowhere --steps 3", "nowhere: found no readable options.json"),
-    ("train --from-step 3 --output new", "--from-step: found no --resume; expected --resume DIR"),
+    (
+        "train --method zeroth-order --from-step 3 --output new",
+        "--from-step: found no --resume; expected --resume DIR",
+    ),
     ("export --run nowhere --output o", "nowhere: found no readable options.json"),
     ("export --output o", "either --model or --run"),
     ("export --model base --output base", "something at this path"),
@@ -175,8 +181,8 @@ REFUSED: list[tuple[str, str]] = [
         for estimator, told in (
             ("--estimator fzoo", "--queries: found 1; expected at least 2"),
             (
-                "--estimator fzoo --exact-mezo --queries 4",
-                "--exact-mezo: found fzoo; expected the estimator mezo",
+                "--method mezo --estimator fzoo --queries 4",
+                "--estimator: found fzoo with --method mezo; expected --method zeroth-order",
             ),
             (
                 "--estimator fzoo --queries 4 --noise mezo",
@@ -207,12 +213,12 @@ REFUSED: list[tuple[str, str]] = [
     ),
     (f"{BADAM} --snapshot-every 2", "--snapshot-every: found 2 with --stream-blocks"),
     (f"{BADAM} --write-limit-tb 1e-9", "--write-limit-tb: found 1e-09, and a run that writes "),
-    (f"{TRAIN} --max-grad-norm 1", "--max-grad-norm: found 1.0 without --method"),
+    (f"{TRAIN} --max-grad-norm 1", "--max-grad-norm: found 1.0 with --method zeroth-order"),
     (f"{TRAIN} --max-grad-norm 1", "--clip-grad"),
     *(
         (
             f"{command} --stream-blocks",
-            "--stream-blocks: found on without --method; expected --method",
+            "--stream-blocks: found on with --method zeroth-order; expected a first-order",
         )
         for command in (TRAIN, PLAN)
     ),
@@ -220,7 +226,7 @@ REFUSED: list[tuple[str, str]] = [
         (f"{command} {more}", told)
         for command in (ADAMW, ADAPTER)
         for more, told in (
-            ("--lr 1e-6", "--lr: found 1e-06, the default of zeroth-order steps"),
+            ("--lr None", "--lr: found nothing; expected a learning rate for adamw"),
             ("--warmup-steps 6", "--warmup-steps: found 6"),
             (
                 "--objective exact-match",
@@ -240,7 +246,7 @@ REFUSED: list[tuple[str, str]] = [
     ),
     (
         f"{ADAPTER} --method lomo",
-        "--method: found lomo with lora.json; expected adamw or sgd for an adapter",
+        "--method: found lomo with lora.json; expected lora, adamw or sgd for an",
     ),
     *(
         (f"{command} --method badam --adapter lora.json", "--method: found badam with lora.json")
@@ -401,7 +407,7 @@ REFUSED: list[tuple[str, str]] = [
             ("rows", "--tasks", "--task"),
         )
     ),
-    ("plan --lrr 3 --lr 3", "the unknown option --lrr"),
+    ("plan --method zeroth-order --lrr 3 --lr 3", "the unknown option --lrr"),
 ]
 
 
@@ -454,7 +460,8 @@ def test_what_a_run_refuses_has_no_plan(
     runs = {"large": {"rank": 8}, "small": {"rank": 2, "write_back_every": 3}}
     (place / "runs.yaml").write_text(json.dumps(runs))
     before = contents(place)
-    command = ["--model", "base", "--data", "rows.jsonl", "--output", "run", *options.split()]
+    command = ["--model", "base", "--data", "rows.jsonl", "--output", "run"]
+    command += ["--method", "zeroth-order", *options.split()]
     lines = [refusal(name, *command) for name in ("train", "plan")]
     assert lines[0] == lines[1]
     assert told in lines[0]
@@ -466,7 +473,10 @@ def contents(folder: Path) -> set[tuple[Path, int]]:
 
 
 ANSWER = "evaluate --model base --data bad.jsonl --max-new-tokens"
-LABELLED = "train --model {} --head sequence-classification --data bad.jsonl --output run --steps 1"
+LABELLED = (
+    "train --method zeroth-order --model {} --head sequence-classification --data bad.jsonl "
+    "--output run --steps 1"
+)
 BAD_ROWS: list[tuple[str, Mapping[str, Any], str]] = [
     (TRAIN, {"prompt": "the cat", "chosen": " sat"}, "'prompt', 'chosen' and 'rejected'"),
     (
@@ -530,7 +540,8 @@ def test_a_row_of_another_form_is_refused_by_its_line(
     command: str, row: dict[str, Any], told: str, place: Path
 ) -> None:
     words = command.split()
-    write_rows(place / "bad.jsonl", [GOOD[words[2] if words[2] in GOOD else words[0]], row])
+    model = words[words.index("--model") + 1]
+    write_rows(place / "bad.jsonl", [GOOD[model if model in GOOD else words[0]], row])
     line = refusal(*words, *(("--data", "bad.jsonl") if command == TRAIN else ()))
     assert "bad.jsonl, line 2" in line
     assert told in line

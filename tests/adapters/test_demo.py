@@ -48,7 +48,7 @@ TINY = Recipe(
     pairs_per_file=3,
     steps=60,
     batching=Batching(batch_size=4),
-    optimization=Optimization(lr=1e-3, zo_eps=1e-3),
+    optimization=Optimization(method="zeroth-order", lr=1e-3, zo_eps=1e-3),
 )
 
 

@@ -16,7 +16,7 @@ from zo2adapters.models.footprint import Masking
 from zo2adapters.trainers.division import divided, fitting_plan, read_inputs
 from zo2adapters.trainers.memory_probe import measured_bytes
 from zo2adapters.trainers.methods import method_of
-from zo2adapters.trainers.optimization import FirstOrderOptions, Optimization
+from zo2adapters.trainers.optimization import Optimization
 from zo2adapters.trainers.options import Batching, Storage, TrainOptions
 from zo2adapters.trainers.run_inputs import Division, RunInputs
 from zo2core import Journal, LowRankPerturbation, Workers
@@ -48,7 +48,7 @@ def options_of(folder: Path, memory: int, **changes: Any) -> TrainOptions:
         data=folder / "rows.jsonl",
         output=folder / "run",
         steps=1,
-        optimization=Optimization(lr=1e-2),
+        optimization=Optimization(method="zeroth-order", lr=1e-2),
         batching=Batching(batch_size=ROWS),
         storage=Storage(memory=str(memory)),
     )
@@ -61,24 +61,25 @@ def read(options: TrainOptions) -> RunInputs:
     return inputs
 
 
-GRADIENT = FirstOrderOptions(method="adamw")
+ZEROTH = Optimization(method="zeroth-order", lr=1e-2)
+GRADIENT = Optimization(method="adamw", lr=1e-2)
 
 
-@pytest.mark.parametrize("first_order", [FirstOrderOptions(), GRADIENT], ids=["zeroth", "first"])
+@pytest.mark.parametrize("optimization", [ZEROTH, GRADIENT], ids=["zeroth", "first"])
 def test_the_less_memory_there_is_the_more_a_batch_is_divided(
-    first_order: FirstOrderOptions, folder: Path, process_memory: int
+    optimization: Optimization, folder: Path, process_memory: int
 ) -> None:
     rows: list[int | None] = []
     for spare in (2000, 200, 100):
         memory = process_memory + (spare << 20)
-        inputs = read(options_of(folder, memory, first_order=first_order))
+        inputs = read(options_of(folder, memory, optimization=optimization))
         rows.append(inputs.options.batching.micro_batch_size)
     whole, few, fewer = rows
     assert whole is None
     assert few is not None
     assert fewer is not None
     assert ROWS > few > fewer >= 1
-    too_little = options_of(folder, process_memory + (20 << 20), first_order=first_order)
+    too_little = options_of(folder, process_memory + (20 << 20), optimization=optimization)
     undivided = RunInputs.read(too_little)
     with pytest.raises(MemoryBudgetError):
         divided(undivided)
@@ -91,7 +92,7 @@ def test_what_the_user_has_given_is_not_changed(folder: Path, process_memory: in
     kept = Batching(batch_size=ROWS, micro_batch_size=ROWS, loss_chunk=1 << 20)
     with pytest.raises(MemoryBudgetError):
         read_inputs(options_of(folder, memory, batching=kept))
-    exact = Optimization(lr=1e-2, exact_mezo=True)
+    exact = Optimization(method="mezo", lr=1e-2)
     with pytest.raises(MemoryBudgetError):
         read_inputs(options_of(folder, memory, optimization=exact))
 
@@ -119,20 +120,38 @@ def test_a_division_is_told_recorded_and_kept_by_a_resume(
         *("--model", folder / "base", "--data", folder / "rows.jsonl", "--batch-size", ROWS),
         *("--lr", "1e-2", "--memory", memory),
     ]
-    plan = json.loads(done("plan", *common, "--output", "run", "--json").out)
+    plan = json.loads(
+        done("plan", "--method", "zeroth-order", *common, "--output", "run", "--json").out
+    )
     rows = plan["division"]["micro_batch_size"]
     assert 1 <= rows < ROWS
     assert plan["nbytes"] <= plan["host_plan"]["budget"]
     said = f"a batch of {ROWS} rows has no room: micro-batches of {rows} row"
-    assert said in done("plan", *common, "--output", "run").out
-    assert said in done("train", *common, "--steps", 1, "--output", "run").err
+    assert said in done("plan", "--method", "zeroth-order", *common, "--output", "run").out
+    assert (
+        said
+        in done("train", "--method", "zeroth-order", *common, "--steps", 1, "--output", "run").err
+    )
     recorded = leaves(json.loads(Path("run/options.json").read_text())["options"])
     assert recorded["micro_batch_size"] == rows
     done("train", "--resume", "run", "--steps", 2, "--memory", "auto")
-    done("train", *common, "--micro-batch-size", rows, "--steps", 2, "--output", "whole")
+    done(
+        "train",
+        "--method",
+        "zeroth-order",
+        *common,
+        "--micro-batch-size",
+        rows,
+        "--steps",
+        2,
+        "--output",
+        "whole",
+    )
     assert Journal("run/journal.jsonl").updates == Journal("whole/journal.jsonl").updates
     whole = ("--micro-batch-size", ROWS, "--loss-chunk", 1 << 20)
-    assert "memory" in refusal("train", *common, *whole, "--output", "other")
+    assert "memory" in refusal(
+        "train", "--method", "zeroth-order", *common, *whole, "--output", "other"
+    )
     assert not Path("other").exists()
 
 
@@ -208,7 +227,7 @@ def test_a_run_has_memory_for_the_factors_of_all_its_steps_from_the_start(folder
     """So that a process which resumes it has room for those of earlier steps."""
     planned = []
     for steps in (10, 50):
-        optimization = Optimization(lr=1e-2, rank=2, period=1)
+        optimization = Optimization(method="zeroth-order", lr=1e-2, rank=2, period=1)
         options = options_of(folder, 4 << 30, steps=steps, optimization=optimization)
         inputs = read(options)
         method = method_of(inputs.options)

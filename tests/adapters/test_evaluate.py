@@ -65,7 +65,7 @@ def train(output: str, *more: object, data: str = "texts.jsonl", model: str = "b
         "--batch-size",
         2,
     )
-    done("train", *common, *more)
+    done("train", "--method", "zeroth-order", *common, *more)
 
 
 def cells(told: str) -> dict[str, list[str]]:
@@ -329,6 +329,8 @@ def test_a_plan_counts_evaluations_of_rows_that_are_split_off(
 ) -> None:
     plan = (
         "plan",
+        "--method",
+        "zeroth-order",
         "--model",
         "base",
         "--data",
@@ -346,7 +348,7 @@ def test_a_plan_counts_evaluations_of_rows_that_are_split_off(
     for more, option in ((("--eval-split", 1.5), "--eval-split"), ((), "--evaluate-every")):
         assert f"zo2: {option}: found" in refusal(*plan, *more)
     assert "--eval-split: found 0.5 without the rows" in refusal(
-        "plan", "--model", "base", "--eval-split", 0.5
+        "plan", "--method", "zeroth-order", "--model", "base", "--eval-split", 0.5
     )
 
 

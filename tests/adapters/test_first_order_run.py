@@ -398,7 +398,7 @@ def test_verbs_know_first_order_runs(here: Path) -> None:
     assert "is finished" not in done("train", "--resume", "run", "--steps", 7).err
 
     place = ("--model", "base", "--data", "rows.jsonl", "--adapter", CONFIG)
-    done("train", *place, "--output", "zeroth", "--steps", STEPS)
+    done("train", "--method", "zeroth-order", *place, "--output", "zeroth", "--steps", STEPS)
     journals = {name: Path(name, "journal.jsonl").read_bytes() for name in ("run", "zeroth")}
     for name, other, kind in (("run", "zeroth", "zeroth-order"), ("zeroth", "run", "first-order")):
         Path(name, "journal.jsonl").write_bytes(journals[other])
@@ -535,7 +535,7 @@ def test_all_optimizers_that_can_be_named_are_there_and_their_options_stay_as_th
     saved = json.loads(Path("run/options.json").read_text())
     del saved["sha256"]
     for betas in ([0.8], [0.8, 0.9, 0.9], 0.8):
-        saved["options"]["first_order"]["betas"] = betas
+        saved["options"]["optimization"]["betas"] = betas
         Path("run/options.json").write_text(checked_json.to_text(saved))
         assert "options.json" in refusal("train", "--resume", "run")
 
@@ -685,7 +685,15 @@ def train_all(output: str, *more: object, method: str = "adamw") -> list[object]
 @pytest.mark.few(2)
 @pytest.mark.parametrize("method", get_args(OptimizerName))
 def test_plan_counts_gradients_states_and_snapshots(here: Path, method: OptimizerName) -> None:
-    common = ("plan", "--model", "base", "--method", method, "--data", "rows.jsonl")
+    common = (
+        "plan",
+        "--model",
+        "base",
+        "--method",
+        method,
+        "--data",
+        "rows.jsonl",
+    )
     planned = json.loads(done(*common, "--json").out)
     parts = {part["name"]: part["nbytes"] for part in planned["host_plan"]["parts"]}
     layouts = open_checkpoint("base").layouts
@@ -733,7 +741,16 @@ STREAMED = ("--stream-blocks",)
 
 def test_plan_counts_what_turns_and_streamed_states_write(here: Path) -> None:
     def planned(method: str, *more: object) -> dict[str, Any]:
-        common = ["plan", "--model", "base", "--method", method, "--data", "rows.jsonl", "--json"]
+        common = [
+            "plan",
+            "--model",
+            "base",
+            "--method",
+            method,
+            "--data",
+            "rows.jsonl",
+            "--json",
+        ]
         common.append("--stream-blocks")
         plan: dict[str, Any] = json.loads(done(*common, *more).out)
         return plan

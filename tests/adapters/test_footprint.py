@@ -41,7 +41,7 @@ from zo2adapters.tasks.objectives import ChoiceLoss, LogLikelihood
 from zo2adapters.tasks.rows import choice_batch
 from zo2adapters.trainers.methods import StepMemory, method_of
 from zo2adapters.trainers.metrics import progress
-from zo2adapters.trainers.optimization import FirstOrderOptions
+from zo2adapters.trainers.optimization import Optimization
 from zo2adapters.trainers.options import Batching, TrainOptions
 from zo2adapters.trainers.process import (
     KEPT,
@@ -151,7 +151,7 @@ def reserved_bytes(
 ) -> StepMemory:
     """What a first-order step of four rows of eight tokens reserves."""
     given: Any = {
-        "first_order": FirstOrderOptions(method=method),
+        "optimization": Optimization(method=method, lr=1e-3),
         "batching": Batching(micro_batch_size=micro_rows),
     }
     options = TrainOptions(model="base", data=Path("rows"), output=Path("run"), **given)
@@ -596,14 +596,18 @@ def test_the_command_alone_keeps_memory_and_plans_it(
     ]
     options += ["--steps", 1, "--batch-size", 1]
     options += ["--activation-memory", f"{int(0.6 * free_memory())}B"] if is_tight else []
-    done("train", *options)
+    done("train", "--method", "zeroth-order", *options)
     assert calls == [not is_tight]
     sources = Path(train.__file__).parents[2]
     texts = {path.name: path.read_text().replace("def keep", "") for path in sources.rglob("*.py")}
     assert [name for name, text in texts.items() if "keep_freed_memory()" in text] == ["train.py"]
     model = open_checkpoint(tmp_path / "base")
     given = TrainOptions(
-        model="base", data=tmp_path, output=tmp_path, batching=Batching(batch_size=2)
+        model="base",
+        data=tmp_path,
+        output=tmp_path,
+        batching=Batching(batch_size=2),
+        optimization=Optimization(method="zeroth-order"),
     )
     planned = plan_run(given, model, RowShapes.of_length(given.batching, 8))
     peaks = model.pass_peaks

@@ -456,6 +456,8 @@ def test_a_run_on_a_file_is_resumed_evaluated_and_verified(
     main(
         [
             "train",
+            "--method",
+            "zeroth-order",
             "--model",
             path,
             "--data",
@@ -799,7 +801,19 @@ def test_the_command_writes_a_model_and_an_adapter(tmp_path: Path) -> None:
             {"peft_type": "LORA", "r": 2, "target_modules": ["q_proj"], "task_type": "CAUSAL_LM"}
         )
     )
-    common = ["train", "--model", base, "--data", str(data), "--steps", "2", "--lr", "1e-3"]
+    common = [
+        "train",
+        "--method",
+        "zeroth-order",
+        "--model",
+        base,
+        "--data",
+        str(data),
+        "--steps",
+        "2",
+        "--lr",
+        "1e-3",
+    ]
     done(*common, "--output", tmp_path / "rank", "--rank", "2")
     done(*common, "--output", tmp_path / "lora", "--method", "adamw", "--adapter", lora)
     for run, option in (("rank", []), ("merged", []), ("lora", ["--as-adapter"])):

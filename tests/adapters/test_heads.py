@@ -384,7 +384,8 @@ def asked(folder: Path, *more: object, output: str = "run") -> list[object]:
         4,
         "--lr",
         1e-2,
-        "--exact-mezo",
+        "--method",
+        "mezo",
         "--no-guard",
         *more,
     ]
@@ -461,7 +462,19 @@ def test_a_run_with_labels_is_monolithic_mezo(tmp_path: Path, family: str, case:
         assert "accuracy" not in said
     verified = run_here("verify", "--model", tmp_path / "model", *HEAD, "--tokens", 8)
     assert verified.status == 0, verified.err
-    assert run_here("plan", "--model", tmp_path / "model", *HEAD, "--batch-size", 2).status == 0
+    assert (
+        run_here(
+            "plan",
+            "--method",
+            "zeroth-order",
+            "--model",
+            tmp_path / "model",
+            *HEAD,
+            "--batch-size",
+            2,
+        ).status
+        == 0
+    )
     again = run_here(
         "evaluate", "--model", tmp_path / "run" / "model", *HEAD, "--data", tmp_path / "rows.jsonl"
     ).out
@@ -535,6 +548,8 @@ def test_an_adapter_beside_a_classifier_is_trained_by_gradients(
     common = ("--model", tmp_path / "model", "--data", tmp_path / "rows.jsonl", *HEAD)
     done(
         "train",
+        "--method",
+        "zeroth-order",
         *common,
         *adapter,
         "--output",

@@ -850,7 +850,18 @@ def test_zo2_train_and_sft_give_the_same_bits(
     options_of_both = ["--steps", "6", "--lr", "1e-3", "--batch-size", "4", "--seed", "5"]
     if dtype is torch.bfloat16:
         options_of_both += ["--dtype", "bfloat16"]  # of the two that mixed precision may take
-    done("train", "--model", "model", "--data", "rows.jsonl", "--output", "run", *options_of_both)
+    done(
+        "train",
+        "--method",
+        "zeroth-order",
+        "--model",
+        "model",
+        "--data",
+        "rows.jsonl",
+        "--output",
+        "run",
+        *options_of_both,
+    )
     data = RowReader(AutoTokenizer.from_pretrained("model"), LONGEST).read(Path("rows.jsonl"))
     in_order = [
         row

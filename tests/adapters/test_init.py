@@ -112,7 +112,7 @@ def test_the_recipe_suits_the_rows_and_runs_with_nothing_else(
     values = written(data)
     assert {key: values.get(key) for key in expected} == expected
     common = {
-        "method": "adamw",
+        "method": "lora",
         "lora_rank": 8,
         "lora_targets": "auto",
         "lr": "auto",
@@ -228,7 +228,8 @@ def test_only_choices_are_written_and_other_objectives_get_zeroth_order(
     assert values["precision"] == "mixed"
     assert not {"dtype", "loss_chunk"} & values.keys(), "a run settles them"
     values = written("labels.csv", "--objective", "accuracy")
-    assert values.keys().isdisjoint({"method", "lora_rank", "rank"})
+    assert values.keys().isdisjoint({"lora_rank", "rank"})
+    assert values["method"] == "zeroth-order"
     assert (values["lr"], values["steps"], values["objective"]) == ("auto", 1000, "accuracy")
     assert (
         "Zeroth-order steps, which need no gradient, train all parameters: the objective accuracy"
@@ -242,7 +243,7 @@ def test_only_choices_are_written_and_other_objectives_get_zeroth_order(
     )
     told = done("init", "--model", "base", "--data", "labels.csv", "-o", "handed.yaml").out
     assert "train all parameters: this model's blocks hand tensors to later blocks" in told
-    assert "method" not in written("labels.csv")
+    assert written("labels.csv")["method"] == "zeroth-order"
     assert "hand tensors to later blocks" in reasons()
 
 
@@ -265,7 +266,7 @@ def test_a_model_larger_than_memory_streams_and_is_then_only_read(
 
     monkeypatch.setattr("zo2core.planning.memory.plan_host", planned)
     values = written("pairs.jsonl")
-    assert values["method"] == "adamw"
+    assert values["method"] == "lora"
     assert "samples" not in values, "each token takes a pass over the disk"
     assert "The model is larger: blocks are streamed from disk" in reasons()
 

@@ -48,7 +48,7 @@ class Kind(NamedTuple):
 FULL = {method: f"--method {method} --max-grad-norm 0.5" for method in get_args(OptimizerName)}
 FULL["badam"] += " --switch-every 2"
 KINDS = {
-    "mezo": Kind(f"--exact-mezo {SCHEDULED} --queries 2"),
+    "mezo": Kind(f"--method mezo {SCHEDULED} --queries 2"),
     "fzoo, clipped": Kind("--estimator fzoo --queries 3 --clip-median 2.5"),
     "low rank": Kind("--rank 2 --period 2 --queries 2"),
     "a direction a row": Kind("--rank 2 --per-row --evaluation rows.jsonl --evaluate-every 2"),
@@ -112,12 +112,12 @@ def test_a_run_is_resumed_repeated_exported_and_evaluated_at_its_steps(
     kind = KINDS[name]
     if "--state-bits" in kind.options and importlib.util.find_spec("bitsandbytes") is None:
         pytest.skip("bitsandbytes is an extra")
-    is_first_order = "--method" in kind.options
+    is_first_order = "--method" in kind.options and "--method mezo" not in kind.options
     fixed = "--data rows.jsonl --lr 1e-2 --batch-size 3 --seed 3"
     command = f"--model {kind.model} {fixed} {kind.options}".split()
     command += ["--snapshot-every", "2"] if is_first_order and name != "badam, streamed" else []
-    done("train", *command, "--output", "whole", "--steps", STEPS)
-    done("train", *command, "--output", "run", "--steps", 4)
+    done("train", "--method", "zeroth-order", *command, "--output", "whole", "--steps", STEPS)
+    done("train", "--method", "zeroth-order", *command, "--output", "run", "--steps", 4)
     done("train", "--resume", "run", "--steps", STEPS)
     assert_equal(weights_of("run/model"), weights_of("whole/model"))
     ours, theirs = (Journal(f"{run}/journal.jsonl") for run in ("run", "whole"))
@@ -143,6 +143,8 @@ def test_a_run_is_resumed_repeated_exported_and_evaluated_at_its_steps(
     if not kind.has_snapshots:
         done(
             "train",
+            "--method",
+            "zeroth-order",
             *command,
             "--output",
             "resident",
@@ -159,7 +161,18 @@ def test_a_run_is_resumed_repeated_exported_and_evaluated_at_its_steps(
     prompted = ("--prompt", "the cat", "--max-new-tokens", 3)
     assert done("generate", "--run", "run", *prompted).out.startswith("the cat")
     if kind.options.startswith("--adapter") and "frozen" not in kind.options:
-        done("train", *command, "--adapter", "at-0", "--output", "from-0", "--steps", STEPS)
+        done(
+            "train",
+            "--method",
+            "zeroth-order",
+            *command,
+            "--adapter",
+            "at-0",
+            "--output",
+            "from-0",
+            "--steps",
+            STEPS,
+        )
         assert_equal(weights_of("from-0/model"), weights_of("whole/model"))
     if "--reward" in kind.options:
         return
@@ -193,7 +206,18 @@ def test_adapters_that_directions_of_low_rank_cannot_train_are_refused_by_their_
 ) -> None:
     adapter = ("--adapter", f"kinds/{kind}/adapter_config.json")
     told = refusal(
-        "train", "--model", "base", "--data", "rows.jsonl", "--output", "run", "--rank", 2, *adapter
+        "train",
+        "--method",
+        "zeroth-order",
+        "--model",
+        "base",
+        "--data",
+        "rows.jsonl",
+        "--output",
+        "run",
+        "--rank",
+        2,
+        *adapter,
     )
     assert told.startswith("zo2: --adapter: found ")
     assert not Path("run").exists()

@@ -234,7 +234,17 @@ def test_the_command_line_says_which_layers_it_adapts(tmp_path: Path) -> None:
         (["--lora-targets", "auto", "experts"], f"{attention}, experts"),
     ):
         output = tmp_path / f"run-{len(targets)}"
-        ended = done("train", *common, "--lora-rank", 2, *targets, "--output", output)
+        ended = done(
+            "train",
+            "--method",
+            "zeroth-order",
+            *common,
+            "--lora-rank",
+            2,
+            *targets,
+            "--output",
+            output,
+        )
         assert f"LoRA of {named}\n" in ended.err
         config = json.loads((output / "model" / "adapter_config.json").read_bytes())
         assert config["target_parameters"] == (
@@ -242,6 +252,8 @@ def test_the_command_line_says_which_layers_it_adapts(tmp_path: Path) -> None:
         )
     refused = refusal(
         "train",
+        "--method",
+        "zeroth-order",
         *common,
         "--lora-rank",
         2,
@@ -537,7 +549,15 @@ def test_a_planned_run_learns_experts_in_the_first_block_by_gradients(
     save_tokenizer(save(family, tmp_path / "base"))
     write_rows(tmp_path / "rows.jsonl", [{"text": "the cat sat"}, {"text": "the dog ran is"}])
     done(
-        *("train", "--model", tmp_path / "base", "--data", tmp_path / "rows.jsonl"),
+        *(
+            "train",
+            "--method",
+            "zeroth-order",
+            "--model",
+            tmp_path / "base",
+            "--data",
+            tmp_path / "rows.jsonl",
+        ),
         *("--output", tmp_path / "run", "--method", "sgd", "--lr", 1, "--steps", 2),
         *("--lora-rank", 2, "--lora-targets", "auto", "experts", "--batch-size", 2),
     )

@@ -110,7 +110,7 @@ def prepared(tmp_path_factory: pytest.TempPathFactory) -> Path:
             "--batch-size",
             3,
         )
-        done("train", *common, "--lora-rank", 2, "--output", "zeroth")
+        done("train", "--method", "zeroth-order", *common, "--lora-rank", 2, "--output", "zeroth")
         done(
             "train",
             *common,
@@ -123,7 +123,7 @@ def prepared(tmp_path_factory: pytest.TempPathFactory) -> Path:
             "--snapshot-every",
             2,
         )
-        done("train", *common, "--output", "all")
+        done("train", "--method", "zeroth-order", *common, "--output", "all")
     return folder
 
 
@@ -204,6 +204,8 @@ def test_an_adapter_that_was_trained_with_dropout_is_read(here: Path) -> None:
     assert float(losses[0].strip(",")) == pytest.approx(float(losses[1].strip(",")), abs=1e-5)
     told = refusal(
         "train",
+        "--method",
+        "zeroth-order",
         "--model",
         "base",
         "--adapter",
@@ -219,7 +221,16 @@ def test_an_adapter_that_was_trained_with_dropout_is_read(here: Path) -> None:
 def test_what_cannot_be_merged_is_refused_and_nothing_is_written(here: Path) -> None:
     peft.PrefixTuningConfig(num_virtual_tokens=3, task_type="CAUSAL_LM").save_pretrained("config")
     common = ("--model", "base", "--data", "rows.jsonl", "--steps", 1, "--sequence-length", 8)
-    done("train", *common, "--adapter", "config/adapter_config.json", "--output", "prefix")
+    done(
+        "train",
+        "--method",
+        "zeroth-order",
+        *common,
+        "--adapter",
+        "config/adapter_config.json",
+        "--output",
+        "prefix",
+    )
     assert "prefix, which no weight can contain" in refusal(
         "merge", "--run", "prefix", "--output", "merged"
     )

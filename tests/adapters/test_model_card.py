@@ -21,7 +21,7 @@ from zo2core import Journal
 @pytest.fixture(scope="module")
 def run_directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("card")
-    options = small_run(folder, optimization=Optimization(lr=1e-2, rank=2))
+    options = small_run(folder, optimization=Optimization(method="zeroth-order", lr=1e-2, rank=2))
     options = replace(options, evaluation=options.data, evaluate_every=2)
     finish(options)
     return options.output

@@ -533,7 +533,7 @@ MARKING = "import pathlib\npathlib.Path({!r}).touch()\n"
 
 
 RESUME = ("train", "--resume", "run", "--steps", 3)
-ON_ROWS = ("train", "--model", "base", "--data", "rows.jsonl")
+ON_ROWS = ("train", "--method", "zeroth-order", "--model", "base", "--data", "rows.jsonl")
 NAMED = ("--objective", "own.py:calm")
 
 

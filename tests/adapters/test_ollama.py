@@ -80,7 +80,19 @@ def train(model: object, output: Path) -> list[float]:
     rows.write_text("".join(json.dumps({"text": f"a b c {number}"}) + "\n" for number in range(4)))
     lora = ("--method", "adamw", "--lora-rank", 2, "--lr", 1e-3)
     size = ("--steps", 2, "--batch-size", 2, "--seed", 1)
-    done("train", "--model", model, "--data", rows, "--output", output, *lora, *size)
+    done(
+        "train",
+        "--method",
+        "zeroth-order",
+        "--model",
+        model,
+        "--data",
+        rows,
+        "--output",
+        output,
+        *lora,
+        *size,
+    )
     with closing(Journal(output / "journal.jsonl")) as journal:
         return losses_of(journal)
 

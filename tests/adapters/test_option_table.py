@@ -25,7 +25,7 @@ from zo2adapters.commands.options import (
 )
 from zo2adapters.commands.train import Train, arguments_of_recipe
 from zo2adapters.trainers import checked_json, option_table
-from zo2adapters.trainers.optimization import Noise
+from zo2adapters.trainers.optimization import Noise, Optimization
 from zo2adapters.trainers.option_table import (
     EXCLUDED,
     NEEDED,
@@ -62,8 +62,8 @@ def saved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> TrainOptions:
     """Options of a run that begins, in the directory ``run``."""
     monkeypatch.chdir(tmp_path)
     given = (
-        "--model base --data rows.jsonl --evaluation rows.jsonl --output run --steps 4 --reward "
-        "length"
+        "--model base --data rows.jsonl --evaluation rows.jsonl --output run --steps 4 "
+        "--method zeroth-order --reward length"
     )
     command: Train = parse_command(
         "train", Train, [*given.split(), "--estimator", "es", "--queries", "2"]
@@ -111,12 +111,13 @@ def test_what_is_fixed_at_the_start_is_refused_by_name(change: Change, saved: Tr
             require_unchanged(before, {**before, name: ["another value"]}, Change.RESUME, remedy="")
 
 
-ZEROTH: dict[str, Any] = {}
+ZEROTH: dict[str, Any] = {"method": "zeroth-order"}
 ADAMW: dict[str, Any] = {"method": "adamw", "lr": 1e-3}
 METHODS: dict[str, dict[str, Any]] = {
     "zeroth-order": ZEROTH,
     "adamw of an adapter": {**ADAMW, "lora_rank": 2},
-    **{name: {"method": name, "lr": 1e-3} for name in ("adamw", "sgd", "lomo", "badam")},
+    **{name: {"method": name, "lr": 1e-3} for name in ("mezo", "adamw", "sgd", "lomo", "badam")},
+    "lora": {"method": "lora", "lora_rank": 2},
 }
 OTHER: dict[str, Any] = {  # another value than the default
     "adapter": Path("adapter"),
@@ -136,6 +137,8 @@ OTHER: dict[str, Any] = {  # another value than the default
     "lora_targets": ("q_proj",),
     "max_grad_norm": 1.0,
     "max_drift": 0.5,
+    "lora_rank": 4,
+    "lr": 1e-2,
     "method": "adamw",
     "momentum": 0.5,
     "noise": Noise.GAUSSIAN,
@@ -169,8 +172,14 @@ def with_values(options: Any, values: dict[str, Any]) -> Any:
 
 
 def require(**values: Any) -> None:
-    options = TrainOptions(model="base", data=Path("rows.jsonl"), output=Path("run"))
-    option_table.require_valid(with_values(options, values))
+    option_table.require_valid(with_values(zeroth_order(), values))
+
+
+def zeroth_order() -> TrainOptions:
+    optimization = Optimization(method="zeroth-order")
+    return TrainOptions(
+        model="base", data=Path("rows.jsonl"), output=Path("run"), optimization=optimization
+    )
 
 
 def other(name: str) -> Any:
@@ -184,7 +193,7 @@ EFFECTS = [
     (name, method)
     for name, row in OPTIONS.items()
     for method, given in METHODS.items()
-    if not row.effect.applies(given.get("method"), trains_adapter="lora_rank" in given)
+    if not row.effect.applies(given["method"], trains_adapter="lora_rank" in given)
 ]
 
 
@@ -227,8 +236,7 @@ AT_DEFAULT += [(name, "zeroth-order") for name, _ in NEEDED if name in ASKED]
 def test_what_is_given_has_an_effect_also_with_the_value_that_it_has_by_default(
     name: str, method: str
 ) -> None:
-    options = TrainOptions(model="base", data=Path("rows.jsonl"), output=Path("run"))
-    options = with_values(options, METHODS[method])
+    options = with_values(zeroth_order(), METHODS[method])
     option_table.require_valid(options)
     with pytest.raises(OptionError, match=f"^{name}: found ") as refused:
         option_table.require_valid(options, given={name})
@@ -237,7 +245,10 @@ def test_what_is_given_has_an_effect_also_with_the_value_that_it_has_by_default(
 
 # further words of a command, and what is refused of it; None: nothing is
 GIVEN: list[tuple[str, str | None]] = [
-    ("--method adamw --lr 1e-2 --queries 1", "--queries: found 1 with --method adamw; expected no"),
+    (
+        "--method adamw --lr 1e-2 --queries 1",
+        "--queries: found 1 with --method adamw; expected --m",
+    ),
     ("--method adamw --lr 1e-2 --write-back-every auto", "--write-back-every: found auto with"),
     ("--method adamw --state-bits 32 --lr 1e-2 --lora-rank 2", "--state-bits: found 32"),
     ("--period 100", "--period: found 100; expected --rank"),
@@ -256,6 +267,7 @@ GIVEN: list[tuple[str, str | None]] = [
 @pytest.mark.parametrize(("words", "told"), GIVEN, ids=[words for words, _ in GIVEN])
 def test_what_a_command_gives_is_known_and_not_compared(words: str, told: str | None) -> None:
     paths = ["--model", "base", "--data", "here:train", "--output", "run"]
+    paths += ["--method", "zeroth-order"]
     command: Train = parse_command("train", Train, [*paths, *words.split()])
     if told is None:
         command.options.require_valid(given=command.given)
@@ -269,7 +281,7 @@ def test_a_recipe_gives_its_options_unless_the_command_line_chooses_another_meth
     here: Path,
 ) -> None:
     recipe = "model: base\ndata: rows.jsonl\noutput: run\nbatch_size: 3\nsteps: 2\nqueries: 1\n"
-    Path("recipe.yaml").write_text(recipe)
+    Path("recipe.yaml").write_text(f"{recipe}method: zeroth-order\n")
     other = ("--method", "adamw", "--lr", "1e-2", "--output", "another")
     done("train", "recipe.yaml", *other)
     done("train", "recipe.yaml")
@@ -280,7 +292,19 @@ def test_a_recipe_gives_its_options_unless_the_command_line_chooses_another_meth
     resumed = ("train", "--resume", "run", "--reward-seconds", 5)
     assert "--reward-seconds: found 5.0; expected --reward" in refusal(*resumed)
     assert "--lr: found 1e-06; expected none" in refusal(
-        *("tune", "--model", "base", "--data", "rows.jsonl", "--output", "tuned", "--lr", "1e-6")
+        *(
+            "tune",
+            "--method",
+            "zeroth-order",
+            "--model",
+            "base",
+            "--data",
+            "rows.jsonl",
+            "--output",
+            "tuned",
+            "--lr",
+            "1e-6",
+        )
     )
     assert "--zo-eps: found 0.001 with --method adamw" in refusal(
         *("verify", "--model", "base", "--method", "adamw", "--zo-eps", "1e-3")
@@ -304,11 +328,52 @@ def test_what_is_out_of_its_range_is_refused_by_name(name: str) -> None:
     method = next(
         given
         for given in METHODS.values()
-        if OPTIONS[name].effect.applies(given.get("method"), trains_adapter="lora_rank" in given)
+        if OPTIONS[name].effect.applies(given["method"], trains_adapter="lora_rank" in given)
     )
     beside = {"lora_rank": 2} if name == "lora_alpha" else {}
     with pytest.raises(OptionError, match=f"^{name}: found "):
         require(**{**method, **beside, name: INVALID.get(name, 0)})
+
+
+CHOSEN: list[tuple[str, str, int | None, float | None, str | None]] = [
+    # words of a command, and the method, rank, learning rate and optimizer of its run
+    ("", "lora", 8, 2e-4, "adamw"),
+    ("--lora-rank 2 --lr 1e-3", "lora", 2, 1e-3, "adamw"),
+    ("--adapter adapter", "lora", None, 2e-4, "adamw"),
+    ("--method adamw --lr 1e-5", "adamw", None, 1e-5, "adamw"),
+    ("--method sgd --lora-rank 4 --lr auto", "sgd", 4, None, "sgd"),
+    ("--method zeroth-order", "zeroth-order", None, 1e-6, None),
+    ("--method mezo --lora-rank 4", "mezo", 4, 1e-6, None),
+]
+
+
+@pytest.mark.parametrize(("words", "method", "rank", "lr", "optimizer"), CHOSEN)
+def test_a_method_says_what_is_trained_and_how(
+    words: str, method: str, rank: int | None, lr: float | None, optimizer: str | None
+) -> None:
+    paths = ["--model", "base", "--data", "here:train", "--output", "run"]
+    command: Train = parse_command("train", Train, [*paths, *words.split()])
+    options = command.options
+    options.require_valid(given=command.given)
+    chosen = options.optimization
+    assert (chosen.method, options.model_options.lora_rank) == (method, rank)
+    assert (chosen.lr, chosen.optimizer) == ("auto" if lr is None else lr, optimizer)
+    assert chosen.is_exact == (method == "mezo")
+    told = command._chosen_method(options)
+    assert told == f"method: {method}" + (
+        ", as asked for" if "--method" in words else ", by default; --method names others"
+    )
+    saved = options.to_json()
+    assert TrainOptions.from_json(saved, Path("run")).to_json() == saved
+
+
+def test_a_method_without_a_default_rate_asks_for_one(here: Path) -> None:
+    command = ("--model", "base", "--data", "rows.jsonl", "--output", "run")
+    for method in ("adamw", "sgd", "lomo", "adalomo", "badam"):
+        assert f"--lr: found nothing; expected a learning rate for {method}" in refusal(
+            "train", *command, "--method", method
+        )
+        done("plan", *command, "--method", method)
 
 
 ADAPTED, IN_TURNS = METHODS["adamw of an adapter"], METHODS["badam"]
@@ -393,7 +458,7 @@ def test_a_recipe_may_have_its_options_in_sections(
     command = parse_command(
         "train", Train, *Train.split_recipe(["recipe.yaml", "--state-bits", "8"])
     )
-    given = command.first_order
+    given = command.optimization
     assert (given.method, given.betas, given.max_grad_norm, given.state_bits) == (
         "adamw",
         (0.8, 0.95),
@@ -466,7 +531,7 @@ def test_what_an_earlier_recipe_says_can_be_taken_back_by_options_with_the_same_
     }
     arguments = [*arguments_of_recipe(given), *arguments_of_recipe(later)]
     command: Train = parse_command("train", Train, arguments)
-    method = command.first_order
+    method = command.optimization
     assert (method.method, method.stream_blocks, method.betas) == ("badam", False, None)
     assert (command.evaluation, command.eval_split) == (Path("rows.jsonl"), None)
     assert (command.optimization.rank, command.optimization.period) == (2, 7)
@@ -483,8 +548,11 @@ def test_what_an_earlier_recipe_says_can_be_taken_back_by_options_with_the_same_
         ("--clip norm=1,median=3", "write --max-grad-norm 1 --clip-median 3"),
         ("--method=adamw:betas=0.8,0.9,stream_blocks", "--betas 0.8 0.9 --stream-blocks"),
         ("--method stream_blocks=false", "write --stream-blocks false"),
-        ("--estimator mezo:exact", "write --estimator mezo --exact-mezo"),
-        ("--estimator es:fitness=ranks,exact", "write --estimator es --fitness ranks --exact-mezo"),
+        ("--estimator mezo:exact", "write --method mezo"),
+        (
+            "--estimator es:fitness=ranks,exact",
+            "write --estimator es --fitness ranks --method mezo",
+        ),
         ("--precision transfer=float8", "write --transfer-dtype float8"),
         ("--objective dpo:beta=0.3", "write --objective dpo --beta 0.3"),
         ("--rank 8:period=5", "write --rank 8 --period 5"),
@@ -505,6 +573,8 @@ def test_what_was_a_setting_is_refused_with_the_option_that_it_is_now(
 
 RUN = (
     "train",
+    "--method",
+    "zeroth-order",
     "--model",
     "base",
     "--data",
@@ -548,6 +618,7 @@ output: run
 steps: 4
 lr: 1e-2
 batch-size: 3
+method: zeroth-order
 noise: gaussian
 guard: false
 """
@@ -577,7 +648,18 @@ def test_a_recipe_runs_as_the_command_line_with_the_same_options_and_python_runs
 ) -> None:
     done("train", "recipe.yaml")
     same = ["--steps", 4, "--lr", "1e-2", "--batch-size", 3, "--noise", "gaussian", "--no-guard"]
-    done("train", "--model", "base", "--data", "rows.jsonl", "--output", "given", *same)
+    done(
+        "train",
+        "--method",
+        "zeroth-order",
+        "--model",
+        "base",
+        "--data",
+        "rows.jsonl",
+        "--output",
+        "given",
+        *same,
+    )
     assert journal_of("run") == journal_of("given")
     written = Path("run/recipe.yaml").read_bytes()
     Path("run/recipe.yaml").unlink()  # as if it was killed before
@@ -614,7 +696,9 @@ def test_a_recipe_is_planned_as_the_command_line_with_the_same_options(here: Pat
         "--data",
         "rows.jsonl",
     )
-    given = json.loads(done("plan", "--model", "base", *same, "--json").out)
+    given = json.loads(
+        done("plan", "--method", "zeroth-order", "--model", "base", *same, "--json").out
+    )
     planned = json.loads(done("plan", "recipe.yaml", "--json").out)
     names = ("steps", "evaluations", "scratch_bytes", "written_bytes")
     assert [planned[name] for name in names] == [given[name] for name in names]
@@ -689,17 +773,19 @@ def test_a_plan_takes_the_options_of_a_run(here: Path) -> None:
         "loss",
         "--seed",
         3,
-        "--estimator",
+        "--method",
         "mezo",
-        "--exact-mezo",
         "--no-guard",
         "--samples",
         2,
     )
-    told = done("plan", *given, *more)
+    told = done("plan", "--method", "zeroth-order", *given, *more)
     assert "3 steps of 3 rows" in told.out
     assert told.err == "not in the plan: the answers to 2 samples\n"
-    assert "every 3 steps" in done("plan", *given, "--write-back-every", 3).out
+    assert (
+        "every 3 steps"
+        in done("plan", "--method", "zeroth-order", *given, "--write-back-every", 3).out
+    )
     files = sorted(Path().iterdir())
     by_option, by_command = (
         json.loads(done(*command, *given, "--json").out)
@@ -707,7 +793,7 @@ def test_a_plan_takes_the_options_of_a_run(here: Path) -> None:
     )
     assert by_option.keys() == by_command.keys()
     assert sorted(Path().iterdir()) == files
-    done("train", "--output", "planned", *given)
+    done("train", "--method", "zeroth-order", "--output", "planned", *given)
     assert "3 steps of 3 rows" in done("plan", "--resume", "planned").out
     assert json.loads(Path("planned/options.json").read_text())["options"]["steps"] == 3, (
         "nothing was saved"
@@ -797,7 +883,7 @@ def test_a_recipe_and_a_report_have_the_options_of_the_runs_method_alone(here: P
         "--batch-size",
         3,
     )
-    done("train", *same, "--output", "zeroth")
+    done("train", "--method", "zeroth-order", *same, "--output", "zeroth")
     done("train", *same, "--output", "first", "--method", "adamw", "--lora-rank", 2)
     first, zeroth = ((Path(run) / "recipe.yaml").read_text() for run in ("first", "zeroth"))
     assert "\nmethod: adamw\n" in first

@@ -246,6 +246,8 @@ def test_a_resumed_run_reads_its_config_again_and_a_branch_goes_on_from_its_step
     config.write_text(text)
     train = (
         "train",
+        "--method",
+        "zeroth-order",
         "--model",
         options.model,
         "--data",
@@ -360,7 +362,11 @@ def test_a_model_with_another_head_is_loaded_by_stock_peft_too(tmp_path: Path) -
 
 
 def test_the_command_writes_one_of_any_step_and_says_so(tmp_path: Path) -> None:
-    options = small_run(tmp_path, steps=4, optimization=Optimization(lr=1e-2, rank=2, period=2))
+    options = small_run(
+        tmp_path,
+        steps=4,
+        optimization=Optimization(method="zeroth-order", lr=1e-2, rank=2, period=2),
+    )
     with Trainer(options) as trainer:
         trainer.run()
     run = options.output
@@ -434,7 +440,7 @@ def train(output: str, *more: object) -> Ended:
         "--batch-size",
         3,
     )
-    return done("train", *common, "--output", output, *more)
+    return done("train", "--method", "zeroth-order", *common, "--output", output, *more)
 
 
 def files(run: str) -> tuple[bytes, bytes, dict[str, Any]]:
@@ -569,7 +575,18 @@ def test_plan_counts_the_adapter_of_either_method_and_tune_tries_rates_for_it(he
     table = json.loads(Path("tuned/tune.json").read_bytes())
     done("train", "--resume", "tuned/lr-0.01", "--steps", table["results"][0]["steps"] + 1)
     assert len(load_file("tuned/lr-0.01/model/adapter_model.safetensors")) == 28
-    command = ("plan", "--model", "base", "--data", "rows.jsonl", "--json", "--lora-rank", 2)
+    command = (
+        "plan",
+        "--method",
+        "zeroth-order",
+        "--model",
+        "base",
+        "--data",
+        "rows.jsonl",
+        "--json",
+        "--lora-rank",
+        2,
+    )
     zeroth_order, first_order = (
         json.loads(done(*command, *METHODS[method]).out) for method in ("zeroth-order", "adamw")
     )

@@ -158,7 +158,7 @@ def test_a_run_writes_down_and_says_its_precision_and_what_it_costs(
     assert line.startswith("precision: exact, all in float16")
     assert "--precision mixed" in line
     assert "times as long as in bfloat16" in line
-    notice("exact MeZO", optimization=Optimization(lr=1e-2, exact_mezo=True))
+    notice("exact MeZO", optimization=Optimization(method="mezo", lr=1e-2))
     line = notice("rank", optimization=replace(options.optimization, rank=8))
     assert line.startswith(
         "precision: exact, computed in float16; weights are only read, updates add up in float32"
@@ -240,7 +240,7 @@ def test_the_base_is_evaluated_as_a_run_on_it_evaluates_it(
     """
     rows = ("--data", options.data, "--batch-size", 3)
     output = ("--output", options.output, "--evaluation", options.data, "--steps", 1)
-    done("train", "--model", options.model, *rows, *output, *given)
+    done("train", "--method", "zeroth-order", "--model", options.model, *rows, *output, *given)
     first = rows_of(options.output / "metrics.jsonl")[0]["evaluation_loss"]
     for what in (("--model", options.model, *given), ("--run", options.output, "--at", 0)):
         assert done("evaluate", *what, *rows).out.startswith(f"loss {first:.6f}")

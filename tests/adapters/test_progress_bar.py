@@ -37,7 +37,7 @@ def prepared(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "--output",
         folder / "run",
     )
-    done("train", *given, "--steps", 2, "--lr", 1e-2, "--lora-rank", 2)
+    done("train", "--method", "zeroth-order", *given, "--steps", 2, "--lr", 1e-2, "--lora-rank", 2)
     return folder
 
 

@@ -908,6 +908,8 @@ def test_a_quantised_base_on_the_command_line(tmp_path: Path) -> None:
     shutil.rmtree(tmp_path / "base")
     train = [
         "train",
+        "--method",
+        "zeroth-order",
         "--model",
         quantised,
         "--data",
@@ -921,12 +923,22 @@ def test_a_quantised_base_on_the_command_line(tmp_path: Path) -> None:
     ]
     assert "--rank" in refusal(*train)
     done(*train, "--rank", "2", "--period", "2")
-    assert "--rank" in refusal("plan", "--model", quantised)
-    said = done("plan", "--model", quantised, "--rank", "2").out
+    assert "--rank" in refusal("plan", "--method", "zeroth-order", "--model", quantised)
+    said = done("plan", "--method", "zeroth-order", "--model", quantised, "--rank", "2").out
     assert "factors of directions" in said
     assert re.search(r"written back +never", said)
     assert re.search(r"written per 1,000 steps +[0-9.]+ [kM]B", said), "what periods came to"
-    said = done("plan", "--model", quantised, "--rank", "2", "--device-memory", "2GB").out
+    said = done(
+        "plan",
+        "--method",
+        "zeroth-order",
+        "--model",
+        quantised,
+        "--rank",
+        "2",
+        "--device-memory",
+        "2GB",
+    ).out
     assert re.search(r"transferred back per step +0", said)
     done("export", "--run", run, "--output", tmp_path / "merged")
     assert open_checkpoint(tmp_path / "merged").layouts[1].parameters[0].dtype is torch.bfloat16

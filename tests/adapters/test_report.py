@@ -38,6 +38,8 @@ def prepared(tmp_path_factory: pytest.TempPathFactory) -> Path:
         patch.chdir(folder)
         common = [
             "train",
+            "--method",
+            "zeroth-order",
             "--model",
             "model",
             "--data",
@@ -311,6 +313,8 @@ def test_numbers_go_to_a_tracker_as_they_come(here: Path, monkeypatch: pytest.Mo
     monkeypatch.setitem(sys.modules, "wandb", wandb)
     common = [
         "train",
+        "--method",
+        "zeroth-order",
         "--model",
         "model",
         "--data",

@@ -502,6 +502,8 @@ def test_drift_is_what_the_base_wrote_becoming_less_likely(here: Path) -> None:
 def asked(reward: str, *more: object, output: str = "run", steps: int = 6) -> list[object]:
     given = [
         "train",
+        "--method",
+        "zeroth-order",
         "--model",
         "base",
         "--data",

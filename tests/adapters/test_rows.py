@@ -1406,7 +1406,16 @@ def test_the_number_of_rows_left_out_is_printed_and_a_directory_without_a_tokeni
         3,
     )
     for command in (
-        ("train", *arguments, "--output", tmp_path / "out", "--steps", 1),
+        (
+            "train",
+            "--method",
+            "zeroth-order",
+            *arguments,
+            "--output",
+            tmp_path / "out",
+            "--steps",
+            1,
+        ),
         ("evaluate", *arguments),
     ):
         assert "left out, since longer: 1 row\n" in run_here(*command).err
@@ -1538,7 +1547,7 @@ def test_a_template_that_writes_the_time_gets_that_of_the_runs_start_and_the_run
     tmp_path: Path, kind: str
 ) -> None:
     # whatever the time makes of the rows
-    options = small_run(tmp_path, optimization=Optimization(lr=1e-5))
+    options = small_run(tmp_path, optimization=Optimization(method="zeroth-order", lr=1e-5))
     settings = Path(options.model) / "tokenizer_config.json"
     digits = (
         f"{{% for digit in strftime_now('%f') %}}{{{{ {WORDS[4:14]}[digit | int] }}}} {{% endfor "

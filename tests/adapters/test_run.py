@@ -23,7 +23,7 @@ from zo2adapters import open_checkpoint
 from zo2adapters.tasks import row_options, row_source
 from zo2adapters.trainers import checked_json, run_directory
 from zo2adapters.trainers.methods import method_of
-from zo2adapters.trainers.optimization import Decay, FirstOrderOptions, Optimization
+from zo2adapters.trainers.optimization import Decay, Optimization
 from zo2adapters.trainers.options import Batching, RunModelOptions, Storage, TrainOptions
 from zo2adapters.trainers.process import device_kinds
 from zo2adapters.trainers.run_directory import RunDirectory, provenance
@@ -152,7 +152,7 @@ def test_another_base_other_data_or_options_are_refused_with_the_difference(
     options: TrainOptions,
 ) -> None:
     interrupt_after(options, 1)
-    other = replace(options, optimization=Optimization(lr=1e-2, zo_eps=0.5))
+    other = replace(options, optimization=Optimization(method="zeroth-order", lr=1e-2, zo_eps=0.5))
     with pytest.raises(JournalError, match=r"estimator\.zo_eps 0\.001.*estimator\.zo_eps 0\.5"):
         Trainer(other, resume=True, quiet=True)
     with (
@@ -373,7 +373,7 @@ def test_a_run_that_another_process_has_begun_is_left(
 def test_a_run_killed_as_it_was_lengthened_goes_on(
     options: TrainOptions, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    options = replace(options, optimization=Optimization(lr=1e-2))
+    options = replace(options, optimization=Optimization(method="zeroth-order", lr=1e-2))
     finish(options)
 
     def killed(*_: object) -> None:
@@ -439,7 +439,7 @@ def test_a_run_opens_its_data_once(
         "--batch-size",
         2,
     )
-    assert run_here("train", *given, *labels).status == 0
+    assert run_here("train", "--method", "zeroth-order", *given, *labels).status == 0
     assert opened.count(str(data)) == 1
 
 
@@ -474,7 +474,7 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
         evaluate_every=1,
         keep_best=True,
         steps=EVALUATED_STEPS,
-        optimization=Optimization(lr=3e-2),
+        optimization=Optimization(method="zeroth-order", lr=3e-2),
     )
     finish(options)
     assert best_of(losses(options.output)) != EVALUATED_STEPS
@@ -612,7 +612,7 @@ def told_options(tmp_path: Path) -> TrainOptions:
         output=place / "run",
         steps=2,
         batching=Batching(batch_size=3),
-        optimization=Optimization(lr=1e-3),
+        optimization=Optimization(method="zeroth-order", lr=1e-3),
     )
 
 
@@ -641,10 +641,10 @@ def test_whatever_shapes_the_result_is_told_and_nothing_else(told_options: Train
         {"batching": Batching(batch_size=4)},
         {"batching": replace(batching, micro_batch_size=2)},
         {"batching": replace(batching, loss_chunk=2)},
-        {"optimization": Optimization(lr=1e-3, decay=Decay.LINEAR)},
+        {"optimization": Optimization(method="zeroth-order", lr=1e-3, decay=Decay.LINEAR)},
         {"storage": Storage(device="cuda")},
         {"evaluation": told_options.data, "evaluate_every": 1},
-        {"first_order": FirstOrderOptions(method="adamw")},
+        {"optimization": Optimization(method="adamw", lr=1e-3)},
     ]
     others = [told(told_options, tokens=8), told(told_options, length=11)]
     others += [told(replace(told_options, **change)) for change in changes]
@@ -690,12 +690,13 @@ def test_what_decides_the_weights_and_was_edited_is_refused(
     evaluated = replace(
         told_options, evaluation=told_options.data, evaluate_every=1, keep_best=True
     )
-    finish(replace(evaluated, first_order=FirstOrderOptions(method=method)))
+    optimization = Optimization(method=method or "zeroth-order", lr=1e-3)
+    finish(replace(evaluated, optimization=optimization))
     path = told_options.output / "options.json"
     record = json.loads(path.read_text())
     groups = [
         record["options"],
-        *(record["options"][part] for part in ("optimization", "first_order", "batching")),
+        *(record["options"][part] for part in ("optimization", "batching")),
     ]
     [group] = [group for group in groups if name in group]
     group[name] = value
@@ -936,7 +937,7 @@ REFUSED = {  # options of a branch at step 2, the last of which count
     "--batch-size 2": "--batch-size: found 2; expected 3",
     "--seed 4": "--seed: found 4; expected 3",
     "--noise mezo": "--noise: found mezo",
-    "--exact-mezo": "--exact-mezo: found true",
+    "--method mezo": "--method: found mezo",
     "--clip-median 0.5": "--clip-median: found 0.5",
     "--memory 1MiB": "--memory",
 }
@@ -965,6 +966,8 @@ def test_a_run_whose_lr_is_far_too_large_stops_and_goes_on_from_its_best(
     """Each loss is finite; at the end it is that of a coin, below where the run began."""
     arguments = [
         "train",
+        "--method",
+        "zeroth-order",
         "--model",
         options.model,
         "--data",
@@ -977,7 +980,8 @@ def test_a_run_whose_lr_is_far_too_large_stops_and_goes_on_from_its_best(
     losses = [update.losses[0] for update in journal.updates]
     assert 0 < len(losses) <= 50
     assert all(math.isfinite(loss) for loss in losses)
-    assert f"zo2 tune --model {options.model} --data {options.data} --output TRIALS" in said
+    named = f"--model {options.model} --data {options.data} --output TRIALS"
+    assert f"zo2 tune --method zeroth-order {named}" in said
     command = said.partition("the best so far: zo2 ")[2].partition(" --output NEW")[0].split()
     assert command[:4] == ["train", "--resume", str(options.output), "--from-step"]
     step = int(command[4])
@@ -1002,6 +1006,8 @@ def test_rounded_away_steps_are_told_once(
 ) -> None:
     arguments = [
         "train",
+        "--method",
+        "zeroth-order",
         "--model",
         options.model,
         "--data",
@@ -1030,6 +1036,8 @@ def test_what_is_proposed_against_rounding_is_what_the_run_lacks(
     """A run whose weights come back from a device in 16 bits is in mixed precision already."""
     arguments = [
         "train",
+        "--method",
+        "zeroth-order",
         "--model",
         options.model,
         "--data",

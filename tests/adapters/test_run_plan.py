@@ -31,7 +31,7 @@ from zo2adapters.models.hf import HFBlockModel
 from zo2adapters.tasks.rows import Rows, TokenizedRow
 from zo2adapters.trainers import run_plan, trainer
 from zo2adapters.trainers.methods import GradientRun, StepMemory, method_of
-from zo2adapters.trainers.optimization import FirstOrderOptions, Noise, Optimization
+from zo2adapters.trainers.optimization import Noise, Optimization
 from zo2adapters.trainers.options import Batching, Storage, TrainOptions
 from zo2adapters.trainers.probes import (
     GradientSeconds,
@@ -56,7 +56,7 @@ CONFIGURATIONS = {
     "rank, one evaluation at a time": ["--rank", "2", "--stack", "1", "--queries", "2"],
     "rank, per row": ["--rank", "4", "--per-row"],
     "exact": ["--precision", "exact"],
-    "exact MeZO": ["--exact-mezo"],
+    "exact MeZO": ["--method", "mezo"],
     "packed": ["--pack"],
     "micro-batches": ["--micro-batch-size", "1"],
     "one-sided": ["--estimator", "fzoo", "--queries", "4"],
@@ -77,7 +77,9 @@ def planned(options: TrainOptions, *given: str, data: bool = True) -> dict[str, 
     rows = ["--data", str(options.data), "--evaluation", str(options.evaluation)] if data else []
     scratch = ["--output", str(options.output), "--batch-size", "3", "--json"]
     plan: dict[str, Any] = json.loads(
-        done("plan", "--model", options.model, *rows, *scratch, *given).out
+        done(
+            "plan", "--method", "zeroth-order", "--model", options.model, *rows, *scratch, *given
+        ).out
     )
     return plan
 
@@ -102,6 +104,8 @@ def test_the_memory_that_is_planned_for_rows_is_what_their_run_reserves(
         main(
             [
                 "train",
+                "--method",
+                "zeroth-order",
                 "--model",
                 options.model,
                 "--output",
@@ -146,11 +150,11 @@ def test_the_first_lines_say_whether_it_fits_how_long_it_takes_and_what_it_write
         "8",
         *given.split(),
     )
-    plan = json.loads(done("plan", *arguments, "--json").out)
+    plan = json.loads(done("plan", "--method", "zeroth-order", *arguments, "--json").out)
     on_device = "--device-memory" in given
-    method, memory, *gpu, time, disk, empty, _ = done("plan", *arguments).out.splitlines()[
-        : 6 + on_device
-    ]
+    method, memory, *gpu, time, disk, empty, _ = done(
+        "plan", "--method", "zeroth-order", *arguments
+    ).out.splitlines()[: 6 + on_device]
     assert method.endswith(": 7 steps of 16 rows")
     assert memory.startswith("Memory: it fits, with ")
     assert " of 2.00 GB; all blocks stay in memory" in memory or "--stream-blocks" in given
@@ -246,7 +250,17 @@ def test_the_whole_run_is_its_steps_and_its_evaluations(options: TrainOptions) -
         == 50 * plan["seconds"] + 4 * plan["evaluation_seconds"]
         > 50 * plan["seconds"]
     )
-    printed = done("plan", "--model", options.model, "--data", options.data, "--steps", 7).out
+    printed = done(
+        "plan",
+        "--method",
+        "zeroth-order",
+        "--model",
+        options.model,
+        "--data",
+        options.data,
+        "--steps",
+        7,
+    ).out
     assert "expected in total" in printed
     assert "(7 steps)" in printed
 
@@ -287,14 +301,19 @@ def measured(monkeypatch: pytest.MonkeyPatch) -> list[tuple[BatchShape, int | No
 @pytest.mark.parametrize(
     ("optimization", "rows", "running", "seconds"),
     [
-        (Optimization(), 4, None, 2.0),
-        (Optimization(queries=3), 4, None, 6.0),
+        (Optimization(method="zeroth-order"), 4, None, 2.0),
+        (Optimization(method="zeroth-order", queries=3), 4, None, 6.0),
         # both sides run as one batch, and read the weights once
-        (Optimization(rank=2), 8, None, 1.0),
-        (Optimization(rank=2, queries=3), 24, None, 1.0),
-        (Optimization(rank=2, queries=3, stack=2), 8, None, 3.0),
-        (Optimization(rank=2, per_row=True), 8, None, 1.0),
-        (Optimization(per_row=True), 4, 1, 2.0),  # a row at a time, on the weights of its direction
+        (Optimization(method="zeroth-order", rank=2), 8, None, 1.0),
+        (Optimization(method="zeroth-order", rank=2, queries=3), 24, None, 1.0),
+        (Optimization(method="zeroth-order", rank=2, queries=3, stack=2), 8, None, 3.0),
+        (Optimization(method="zeroth-order", rank=2, per_row=True), 8, None, 1.0),
+        (
+            Optimization(method="zeroth-order", per_row=True),
+            4,
+            1,
+            2.0,
+        ),  # a row at a time, on the weights of its direction
     ],
 )
 def test_forwards_are_counted_as_they_run(
@@ -337,9 +356,10 @@ def test_a_plan_lacks_the_number_whose_probe_fails_and_its_run_goes_on(
     options = TrainOptions(
         **NAMED,
         steps=2,
-        optimization=Optimization(lr=1e-3, rank=None if method else 2),
+        optimization=Optimization(
+            method=method or "zeroth-order", lr=1e-3, rank=None if method else 2
+        ),
         batching=Batching(batch_size=2),
-        first_order=FirstOrderOptions(method=method),
         evaluation=here / "rows.jsonl",
     )
     inputs = RunInputs.read(options)
@@ -444,7 +464,7 @@ def test_losses_are_kept_apart_from_the_memory_that_they_were_made_in() -> None:
 
 
 BLOCKS = 4
-MEZO = Optimization(exact_mezo=True)
+MEZO = Optimization(method="mezo")
 
 
 def planned_for_gpu(
@@ -497,6 +517,8 @@ def test_opt_175b_on_24_gb(tmp_path: Path) -> None:
     make_checkpoint(geometries()["opt-175b"], tmp_path / "opt", dtype=torch.float16, sparse=True)
     arguments = [
         "plan",
+        "--method",
+        "zeroth-order",
         "--model",
         str(tmp_path / "opt"),
         "--device-memory",
@@ -526,10 +548,12 @@ def test_more_queries_take_activations_and_then_wait_for_them(base: Path) -> Non
     model = open_checkpoint(base)
     running, held = forward_bytes(model.config, 8, 8), expected_held_bytes(model.config, 8, 8)
     for estimator, streams in ((EstimatorName.MEZO, 8), (EstimatorName.FZOO, 5)):
-        planned = planned_for_gpu(model, Optimization(estimator=estimator, queries=4), rows=8)
+        planned = planned_for_gpu(
+            model, Optimization(method="zeroth-order", estimator=estimator, queries=4), rows=8
+        )
         assert planned.device_plan.activation_bytes - running == streams * held
     mezo, counted = (
-        planned_for_gpu(model, Optimization(noise=noise))
+        planned_for_gpu(model, Optimization(method="zeroth-order", noise=noise))
         for noise in (Noise.MEZO, Noise.RADEMACHER)
     )
     assert counted.device_plan.nbytes < mezo.device_plan.nbytes
@@ -574,13 +598,19 @@ def test_a_plan_reserves_what_the_run_reserves_and_at_least_counts_logits_in_chu
     base: Path, tmp_path: Path
 ) -> None:
     model = open_checkpoint(base, precision="exact")
-    stacked = Optimization(rank=4, queries=2, stack=2)
-    for optimization in (stacked, Optimization(rank=4, per_row=True), Optimization(per_row=True)):
+    stacked = Optimization(method="zeroth-order", rank=4, queries=2, stack=2)
+    for optimization in (
+        stacked,
+        Optimization(method="zeroth-order", rank=4, per_row=True),
+        Optimization(method="zeroth-order", per_row=True),
+    ):
         planned = planned_for_gpu(model, optimization, rows=4).device_plan
         assert planned.activation_bytes == reserved(model, optimization).nbytes
     wide = save_model(tmp_path, small_config("llama", vocab_size=1000))
     whole, chunked = open_checkpoint(wide), open_checkpoint(wide, loss_chunk=1)
-    least = [reserved(model, Optimization()).least for model in (whole, chunked)]
+    least = [
+        reserved(model, Optimization(method="zeroth-order")).least for model in (whole, chunked)
+    ]
     in_transit = IN_TRANSIT * expected_held_bytes(whole.config, 4, 8)
     assert least == [
         in_transit + forward_bytes(whole.config, 4, 8, loss_chunk=chunk) for chunk in (None, 1)
@@ -599,6 +629,8 @@ def lines(*more: object) -> list[str]:
     """What a run prints about itself."""
     where = [
         "train",
+        "--method",
+        "zeroth-order",
         "--model",
         "base",
         "--data",
@@ -637,11 +669,12 @@ def test_the_first_line_has_time_memory_disk(here: Path, more: list[object], beg
     with patch.object(
         GradientRun, "storage", autospec=True, side_effect=GradientRun.storage
     ) as storage:
-        [first, *_] = lines(*more)
+        [chosen, first, *_] = lines(*more)
+    assert re.fullmatch("method: (adamw|zeroth-order), as asked for", chosen)
     assert first.startswith(begins)
     writes = (
         f"snapshots of adapter and optimizer, {SIZE} each, at most one a minute"
-        if "--method" in more
+        if "adamw" in more
         else "negligible"
     )
     kind = "allowed" if "--memory" in more else "free"
@@ -700,7 +733,12 @@ def test_measured_steps_correct_the_plan_of_a_long_run(
 
     def told(*given: Any, **options: Any) -> RunPlan:
         if told_step is None:
-            raise OptionError("plan", found="none", expected="a plan", remedy="go on without")
+            raise OptionError(
+                "plan",
+                found="none",
+                expected="a plan",
+                remedy="go on without",
+            )
         plan = replace(
             planned(*given, **options),
             forward_seconds=told_step,
@@ -725,11 +763,14 @@ def test_measured_steps_correct_the_plan_of_a_long_run(
 def test_the_outlook_of_a_streamed_run_counts_blocks_that_stream_and_turns(here: Path) -> None:
     written = []
     options = TrainOptions(
-        **NAMED, steps=4, optimization=Optimization(lr=1e-3), batching=Batching(batch_size=3)
+        **NAMED,
+        steps=4,
+        optimization=Optimization(method="zeroth-order", lr=1e-3),
+        batching=Batching(batch_size=3),
     )
     for turn in (3, 6):
-        method = FirstOrderOptions(method="badam", stream_blocks=True, switch_every=turn)
-        inputs = RunInputs.read(replace(options, first_order=method))
+        method = Optimization(method="badam", lr=1e-3, stream_blocks=True, switch_every=turn)
+        inputs = RunInputs.read(replace(options, optimization=method))
         plan = plan_of(inputs)
         inputs.model.weights.close()
         assert plan.host_plan.buckets is not None
@@ -741,7 +782,12 @@ def test_the_outlook_of_a_streamed_run_counts_blocks_that_stream_and_turns(here:
 def test_a_step_that_measures_gradients_first_sweeps_twice(
     here: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    given = TrainOptions(**NAMED, steps=4, batching=Batching(batch_size=2))
+    given = TrainOptions(
+        **NAMED,
+        steps=4,
+        batching=Batching(batch_size=2),
+        optimization=Optimization(method="zeroth-order"),
+    )
     seconds_of_passes = GradientSeconds(forward=1.0, both=3.0)
     monkeypatch.setattr(
         "zo2adapters.trainers.probes.measured_gradient_seconds", lambda *_: seconds_of_passes
@@ -755,7 +801,7 @@ def test_a_step_that_measures_gradients_first_sweeps_twice(
     ]
     for method, norm in cases:
         inputs = RunInputs.read(
-            replace(given, first_order=FirstOrderOptions(method=method, max_grad_norm=norm))
+            replace(given, optimization=Optimization(method=method, lr=1e-3, max_grad_norm=norm))
         )
         seconds.append(plan_of(inputs).forward_seconds)
         inputs.model.weights.close()

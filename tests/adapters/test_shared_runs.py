@@ -19,7 +19,7 @@ from strikes import strike
 from zo2adapters.commands import train
 from zo2adapters.models.conversion import quantize
 from zo2adapters.trainers import tuning
-from zo2adapters.trainers.optimization import FirstOrderOptions, Optimization
+from zo2adapters.trainers.optimization import Optimization
 from zo2adapters.trainers.options import RunModelOptions, Storage, TrainOptions
 from zo2adapters.trainers.tuning import TABLE, tune
 from zo2core import Engine, SharedBase
@@ -46,6 +46,8 @@ def options(tmp_path_factory: pytest.TempPathFactory) -> TrainOptions:
 def arguments(options: TrainOptions, *more: object) -> list[str]:
     given = [
         "train",
+        "--method",
+        "zeroth-order",
         "--model",
         options.model,
         "--data",
@@ -178,9 +180,9 @@ def test_a_run_that_fails_is_named_and_the_others_go_on(
 
 
 METHODS: Mapping[str, Any] = {
-    "low-rank": {"optimization": Optimization(rank=2)},
+    "low-rank": {"optimization": Optimization(method="zeroth-order", rank=2)},
     "lora": {
-        "first_order": FirstOrderOptions(method="adamw"),
+        "optimization": Optimization(method="adamw", lr=1e-3),
         "model_options": RunModelOptions(lora_rank=2),
     },
 }
@@ -216,7 +218,7 @@ def test_tuning_together_gives_the_trials_of_tuning_one_by_one(
 def test_trials_that_do_not_fit_run_one_by_one(
     options: TrainOptions, tmp_path: Path, process_memory: int
 ) -> None:
-    tried = replace(options, steps=1000, optimization=Optimization(rank=2))
+    tried = replace(options, steps=1000, optimization=Optimization(method="zeroth-order", rank=2))
     given: Any = {"forwards": 120, "learning_rates": (1e-4, 1e-3, 1e-2)}
     expected = tune(replace(tried, output=tmp_path / "all"), **given)
     # Two of the trials fit beside this process.
@@ -230,7 +232,17 @@ def plan_of(options: TrainOptions, *more: object) -> Any:
 
 
 def planning(options: TrainOptions) -> tuple[object, ...]:
-    return ("plan", "--model", options.model, "--data", options.data, "--batch-size", 400)
+    return (
+        "plan",
+        "--method",
+        "zeroth-order",
+        "--model",
+        options.model,
+        "--data",
+        options.data,
+        "--batch-size",
+        400,
+    )
 
 
 def beside_process(plan: Any) -> Any:

@@ -68,7 +68,7 @@ from zo2core.errors import BatchError, NonFiniteLossError, OptionError
 from zo2core.sweep.activations import storage_bytes
 
 NOUNS = WORDS[3:]
-COMMON = "--steps 4 --batch-size 4 --lr 2e-2 --zo-eps 5e-2 --exact-mezo --no-guard"
+COMMON = "--steps 4 --batch-size 4 --lr 2e-2 --zo-eps 5e-2 --method mezo --no-guard"
 
 
 @pytest.fixture
@@ -115,7 +115,7 @@ def command(data: str, objective: str, *more: str, output: str = "run") -> list[
         "--objective",
         objective,
     ]
-    return ["train", *told, *COMMON.split(), *more]
+    return ["train", "--method", "zeroth-order", *told, *COMMON.split(), *more]
 
 
 def train(data: str, objective: str, *more: str, output: str = "run") -> Journal:
@@ -373,7 +373,19 @@ def test_dpo_learns_with_weights_that_are_carried_in_fewer_bits(
 ) -> None:
     opening = ("--model", "model", "--precision", "mixed", "--transfer-dtype", f"{transfer_dtype}")
     rows = ("--data", "preferences.jsonl", "--evaluation", "preferences.jsonl")
-    ended = run_here("train", *opening, *rows, "--output", "run", "--steps", 2, "--lr", 1e-3)
+    ended = run_here(
+        "train",
+        "--method",
+        "zeroth-order",
+        *opening,
+        *rows,
+        "--output",
+        "run",
+        "--steps",
+        2,
+        "--lr",
+        1e-3,
+    )
     assert ended.status == 0, ended.err
     metrics = [
         json.loads(line) for line in (here / "run" / "metrics.jsonl").read_text().splitlines()

@@ -34,7 +34,11 @@ RATES = (1e-7, 1e-3, 0.9)
 @pytest.fixture
 def options(tmp_path: Path) -> TrainOptions:
     return small_run(
-        tmp_path, layers=2, output=tmp_path / "tuned", steps=1000, optimization=Optimization()
+        tmp_path,
+        layers=2,
+        output=tmp_path / "tuned",
+        steps=1000,
+        optimization=Optimization(method="zeroth-order"),
     )
 
 
@@ -115,7 +119,7 @@ def test_the_better_half_goes_on_and_the_best_journal_is_the_beginning_of_the_ru
         options,
         output=options.output.parent / "alone",
         steps=best.steps + 3,
-        optimization=Optimization(lr=best.lr),
+        optimization=Optimization(method="zeroth-order", lr=best.lr),
     )
     with Trainer(alone, quiet=True) as trainer:
         trainer.run()
@@ -159,7 +163,10 @@ def test_trials_that_are_refused_leave_nothing(options: TrainOptions) -> None:
             learning_rates=RATES[:2],
         )
     with pytest.raises(OptionError, match="decay"):  # a schedule that ends
-        tune(replace(options, optimization=Optimization(decay=Decay.LINEAR)), forwards=400)
+        tune(
+            replace(options, optimization=Optimization(method="zeroth-order", decay=Decay.LINEAR)),
+            forwards=400,
+        )
     assert not options.output.exists()
 
 
@@ -176,6 +183,8 @@ def test_the_command_prints_the_best_and_how_to_go_on(options: TrainOptions) -> 
     ]
     printed = done(
         "tune",
+        "--method",
+        "zeroth-order",
         *where,
         "--forwards",
         "200",
@@ -203,10 +212,13 @@ def test_the_command_prints_the_best_and_how_to_go_on(options: TrainOptions) -> 
 @pytest.mark.parametrize(
     ("optimization", "says"),
     [
-        (Optimization(lr=1e-9), True),
-        (Optimization(lr=1e-3), False),
-        (Optimization(lr=1e-3, clip_grad=1e-6), True),
-        (Optimization(lr=1e-9, estimator=EstimatorName.FZOO, queries=2), False),
+        (Optimization(method="zeroth-order", lr=1e-9), True),
+        (Optimization(method="zeroth-order", lr=1e-3), False),
+        (Optimization(method="zeroth-order", lr=1e-3, clip_grad=1e-6), True),
+        (
+            Optimization(method="zeroth-order", lr=1e-9, estimator=EstimatorName.FZOO, queries=2),
+            False,
+        ),
     ],
 )
 def test_a_learning_rate_that_was_never_tuned_and_is_far_too_small_is_told_once(
@@ -239,6 +251,8 @@ each_method = pytest.mark.parametrize("method", METHODS.values(), ids=METHODS)
 def train(output: str, *more: object, lr: object = "auto") -> list[object]:
     where = [
         "train",
+        "--method",
+        "zeroth-order",
         "--model",
         "base",
         "--data",

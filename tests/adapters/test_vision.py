@@ -339,10 +339,21 @@ def test_the_command_line_trains_them_on_text(tmp_path: Path, family: str) -> No
     write_rows(tmp_path / "rows.jsonl", ROWS)
     on_rows = ("--data", tmp_path / "rows.jsonl")
     done(
-        "train", "--model", base, *on_rows, "--output", tmp_path / "run", "--steps", 2, "--lr", 1e-3
+        "train",
+        "--method",
+        "zeroth-order",
+        "--model",
+        base,
+        *on_rows,
+        "--output",
+        tmp_path / "run",
+        "--steps",
+        2,
+        "--lr",
+        1e-3,
     )
     done("verify", "--model", base)
-    done("plan", "--model", base)
+    done("plan", "--method", "zeroth-order", "--model", base)
     done("evaluate", "--model", tmp_path / "run" / "model", *on_rows)
 
 

@@ -71,6 +71,8 @@ def asked(options: TrainOptions, **changes: Any) -> list[object]:
     given |= {"steps": 4, "lr": 1e-3, "batch_size": 4, "evaluate_every": 2, **changes}
     return [
         "train",
+        "--method",
+        "zeroth-order",
         *(word for name, value in given.items() for word in (f"--{name.replace('_', '-')}", value)),
     ]
 
@@ -133,8 +135,11 @@ def test_tune_and_evaluate_say_what_one_process_says(tmp_path: Path, crew: Crew)
         1e-3,
         1e-2,
     ]
-    told_by(crew, "tune", *tuning, "--output", tmp_path / "together")
-    assert run_here("tune", *tuning, "--output", tmp_path / "alone").status == 0
+    told_by(crew, "tune", "--method", "zeroth-order", *tuning, "--output", tmp_path / "together")
+    assert (
+        run_here("tune", "--method", "zeroth-order", *tuning, "--output", tmp_path / "alone").status
+        == 0
+    )
     results = [
         json.loads((tmp_path / name / "tune.json").read_text())["results"]
         for name in ("together", "alone")

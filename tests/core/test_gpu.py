@@ -251,6 +251,8 @@ def test_a_run_resumed_on_the_gpu_ends_as_the_undisturbed_one(
     options = small_run(tmp_path)
     train = [
         "train",
+        "--method",
+        "zeroth-order",
         "--model",
         options.model,
         "--data",

@@ -443,6 +443,8 @@ def test_a_plan_says_what_travels(tmp_path: Path, capsys: pytest.CaptureFixture[
     options = small_run(tmp_path)
     plan = [
         "plan",
+        "--method",
+        "zeroth-order",
         "--model",
         options.model,
         "--precision",
@@ -476,7 +478,7 @@ def test_a_plan_says_what_travels(tmp_path: Path, capsys: pytest.CaptureFixture[
 @pytest.mark.parametrize(
     ("given", "said"),
     [
-        (["--precision", "mixed", "--transfer-dtype", "float8", "--exact-mezo"], "noise"),
+        (["--precision", "mixed", "--transfer-dtype", "float8", "--method", "mezo"], "noise"),
         (
             ["--precision", "exact", "--transfer-dtype", "float16", "--dtype", "bfloat16"],
             "precision.transfer_dtype",
@@ -489,6 +491,8 @@ def test_options_that_do_not_go_together_are_one_line(
     options = small_run(tmp_path)
     assert said in refusal(
         "train",
+        "--method",
+        "zeroth-order",
         "--model",
         options.model,
         "--data",

@@ -423,7 +423,17 @@ def test_a_command_line_that_cannot_be_heeded_is_one_line(
     more: list[str], said: str, tmp_path: Path
 ) -> None:
     options = small_run(tmp_path)
-    train = "train", "--model", options.model, "--data", options.data, "--output", tmp_path / "run"
+    train = (
+        "train",
+        "--method",
+        "zeroth-order",
+        "--model",
+        options.model,
+        "--data",
+        options.data,
+        "--output",
+        tmp_path / "run",
+    )
     assert refusal(*train, *more).startswith(f"zo2: {said}:")
     assert not (tmp_path / "run").exists()
 
@@ -432,6 +442,8 @@ def test_a_run_stacks_all_of_a_step_and_its_branch_keeps_its_rank(tmp_path: Path
     options, move = small_run(tmp_path), LowRankModules.perturb
     train = [
         "train",
+        "--method",
+        "zeroth-order",
         "--model",
         options.model,
         "--data",
@@ -459,7 +471,7 @@ def test_a_run_stacks_all_of_a_step_and_its_branch_keeps_its_rank(tmp_path: Path
 def test_memory_is_reserved_for_what_is_stacked(tmp_path: Path) -> None:
     reserved = []
     for stack in (1, 2, None):
-        optimization = Optimization(lr=1e-2, rank=2, queries=2, stack=stack)
+        optimization = Optimization(method="zeroth-order", lr=1e-2, rank=2, queries=2, stack=stack)
         (tmp_path / str(stack)).mkdir()
         with closing(
             Trainer(small_run(tmp_path / str(stack), optimization=optimization))

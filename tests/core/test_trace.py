@@ -422,7 +422,7 @@ def test_the_commands_trace_and_resume(here: Path) -> None:
         "--batch-size",
         9,
     )
-    done("train", *given, "--output", "run", "--trace", "a.json")
+    done("train", "--method", "zeroth-order", *given, "--output", "run", "--trace", "a.json")
     assert sweeps_in("a.json") == ["evaluation", "step 0", "step 1", "step 2", "evaluation"]
     journal = here / "run" / "journal.jsonl"
     lines = journal.read_bytes().splitlines(keepends=True)
@@ -438,7 +438,19 @@ def test_the_commands_trace_and_resume(here: Path) -> None:
 
 
 def test_metrics_tell_lanes_bytes_and_the_bound(here: Path) -> None:
-    done("train", "--model", "base", "--data", "rows.jsonl", "--output", "run", "--steps", 2)
+    done(
+        "train",
+        "--method",
+        "zeroth-order",
+        "--model",
+        "base",
+        "--data",
+        "rows.jsonl",
+        "--output",
+        "run",
+        "--steps",
+        2,
+    )
     for line in (here / "run" / "metrics.jsonl").read_text().splitlines():
         row = json.loads(line)
         assert list(row["lanes"]) == [lane.value for lane in Lane]
@@ -458,7 +470,17 @@ def test_an_interrupted_run_leaves_a_whole_trace(
 ) -> None:
     monkeypatch.setattr(Engine, "step", fails_at(Engine.step, 3, KeyboardInterrupt()))
     ended = run_here(
-        "train", "--model", "base", "--data", "rows.jsonl", "--output", "run", "--trace", "t.json"
+        "train",
+        "--method",
+        "zeroth-order",
+        "--model",
+        "base",
+        "--data",
+        "rows.jsonl",
+        "--output",
+        "run",
+        "--trace",
+        "t.json",
     )
     assert ended.status == 130
     json.loads((here / "t.json").read_text())

@@ -151,6 +151,8 @@ def test_hosts_that_meet_train_the_model_of_one_process(tmp_path: Path) -> None:
     options = small_run(tmp_path)
     asked = [
         "train",
+        "--method",
+        "zeroth-order",
         "--model",
         options.model,
         "--data",

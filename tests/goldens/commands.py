@@ -71,7 +71,20 @@ def trained(
         *options.split(),
     ]
     steps = STEPS if resumed_after is None else resumed_after
-    done("train", "--model", base, "--data", data, "--output", run, "--steps", steps, *asked)
+    done(
+        "train",
+        "--method",
+        "zeroth-order",
+        "--model",
+        base,
+        "--data",
+        data,
+        "--output",
+        run,
+        "--steps",
+        steps,
+        *asked,
+    )
     if resumed_after is not None:
         done("train", "--resume", run, "--steps", STEPS)
     metrics = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
@@ -82,7 +95,7 @@ def trained(
     # a run that was lengthened has model-4 beside model
     made["weights"] = exported_digest(max(run.glob("model*")))
     if read:
-        if "--method" not in options:
+        if "--method" not in options or "mezo" in options:
             # a first-order run keeps snapshots of few steps, by the clock
             done("export", "--run", run, "--at", 2, "--output", folder / "two")
             made["weights after 2 steps"] = exported_digest(folder / "two")
@@ -102,7 +115,7 @@ def trained(
 
 
 ADAPTER = "--method adamw --lora-rank 2"
-MEZO = "--exact-mezo --zo-eps 1e-2 --weight-decay 0.1"
+MEZO = "--method mezo --zo-eps 1e-2 --weight-decay 0.1"
 MIXED = "--precision mixed --dtype bfloat16"
 FULL = "--weight-decay 0.1 --max-grad-norm 0.5"
 SCHEDULED = f"{MIXED} --queries 3 --decay linear --warmup-steps 2 --clip-median 1.5"

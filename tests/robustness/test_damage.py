@@ -310,7 +310,17 @@ def test_a_journal_without_digests_cannot_verify_a_base(
 
 
 def test_a_plan_says_how_many_terabytes_are_written(options: TrainOptions) -> None:
-    plan = ("plan", "--model", options.model, "--output", options.data.parent, "--batch-size", 1)
+    plan = (
+        "plan",
+        "--method",
+        "zeroth-order",
+        "--model",
+        options.model,
+        "--output",
+        options.data.parent,
+        "--batch-size",
+        1,
+    )
     assert re.search(r"written per 1,000 steps +[0-9.]+ [kM]B", done(*plan).out)
     for more in ((), ("--device-memory", "1GB")):
         plans = (

@@ -33,6 +33,7 @@ from models import WORDS, make_batch, save_model, save_tokenizer, small_config
 from parity import Plan, Storage
 
 from zo2adapters import Adapter, open_checkpoint
+from zo2adapters.trainers.optimization import Optimization
 from zo2adapters.trainers.options import Batching, TrainOptions
 from zo2adapters.trainers.run_directory import RunDirectory
 from zo2adapters.trainers.trainer import Trainer
@@ -563,6 +564,7 @@ def train_options(folder: Path) -> TrainOptions:
         output=fresh(folder),
         steps=3,
         batching=Batching(batch_size=2),
+        optimization=Optimization(method="zeroth-order"),
         storage=replace(
             TrainOptions(model="", data=Path(), output=Path()).storage, write_back_every=1
         ),

@@ -137,6 +137,8 @@ class Kind(NamedTuple):
     def command(self) -> list[object]:
         told = [
             "train",
+            "--method",
+            "zeroth-order",
             "--data",
             "rows.jsonl",
             "--output",

@@ -56,7 +56,7 @@ VALUES: dict[str, list[Any] | None] = {  # of an option, whichever command has i
     ),
     **dict.fromkeys(("lr", "zo-eps", "weight-decay", "temperature", "top-p"), REAL),
     **dict.fromkeys(("memory", "device-memory", "activation-memory", "bus"), SIZES),
-    **dict.fromkeys(("exact-mezo", "json"), FLAG),
+    **dict.fromkeys(("json",), FLAG),
     **dict.fromkeys(("data", "evaluation"), DATA),
     **dict.fromkeys(("output", "trace"), OUTPUTS),
     **dict.fromkeys(("run", "resume", ""), RUNS),  # "": an argument that is no option's value
@@ -69,6 +69,7 @@ VALUES: dict[str, list[Any] | None] = {  # of an option, whichever command has i
     "steps": [1, 2, 3, 0, -1, "1e3", "x"],
     "noise": ["mezo", "gaussian", "rademacher", "white"],
     "decay": ["constant", "linear", "cosine", "steep"],
+    "method": ["zeroth-order", "mezo", "lora", "sgd", "lisa"],
     "estimator": ["mezo", "fzoo", "adam", "mezo:exact", "es:fitness=ranks,exact"],
     "fitness": ["scaled", "ranks", "odd"],
     "queries": [1, 2, 3, 0, -1, 2**63, "x"],
@@ -90,7 +91,7 @@ RUN = [
     "max-grad-value",
     "clip-grad",
     "clip-median",
-    "exact-mezo",
+    "method",
     "fitness",
     "trace",
 ]
@@ -122,6 +123,7 @@ OPTIONS = {
 # model.
 DEFAULTS: dict[str, dict[str, str]] = {
     "train": {
+        "method": "zeroth-order",
         "model": "{place}/base",
         "data": "{place}/rows.jsonl",
         "output": "{place}/new",
@@ -142,6 +144,8 @@ DEFAULTS: dict[str, dict[str, str]] = {
 def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = make_place(tmp_path_factory.mktemp("random"))
     given = (
+        "--method",
+        "zeroth-order",
         "--model",
         folder / "base",
         "--data",
@@ -149,7 +153,18 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "--output",
         folder / "run",
     )
-    done("train", *given, "--steps", 4, "--batch-size", 3, "--trace", folder / "trace.json")
+    done(
+        "train",
+        "--method",
+        "zeroth-order",
+        *given,
+        "--steps",
+        4,
+        "--batch-size",
+        3,
+        "--trace",
+        folder / "trace.json",
+    )
     os.mkfifo(folder / "pipe")
     shutil.copytree(folder / "run", folder / "kept run")
     return folder

@@ -78,7 +78,7 @@ def train(folder: Path, output: str = "run") -> list[object]:
         "--output",
         folder / output,
     ]
-    return ["train", *places, "--batch-size", 3]
+    return ["train", "--method", "zeroth-order", *places, "--batch-size", 3]
 
 
 def move_options(run: Path, before: Path, after: Path) -> None:
@@ -133,7 +133,10 @@ def refused_apart(ended: Ended) -> str:
             ["verify", "--model", "{base}", "--seed", HUGE],
             "--seed: found a number of more than 24 digits",
         ),
-        (["plan", "--model", "{base}", "--memory", HUGE], "--memory: found '9999999999"),
+        (
+            ["plan", "--method", "zeroth-order", "--model", "{base}", "--memory", HUGE],
+            "--memory: found '9999999999",
+        ),
         (
             ["evaluate", "--model", "{base}", "--data", "{rows}", "--at", "3"],
             "--at: found 3; expected none without --run",
@@ -214,8 +217,8 @@ def test_what_cannot_be_heeded_is_refused_by_its_name(
         (["--zo-eps", "small"], "found 'small' as --zo-eps; expected a number"),
         (
             ["--method", "adam"],
-            "found 'adam' as --method; expected one of adalomo, adamw, badam, lomo, sgd; did you "
-            "mean adamw",
+            "found 'adam' as --method; expected one of adalomo, adamw, badam, lomo, lora, mezo, "
+            "sgd, zeroth-order; did you mean adamw",
         ),
         (["--steps"], "found no value after --steps; expected a value"),
         (
@@ -422,7 +425,7 @@ WRONG: dict[str, list[object]] = {
     "options.optimization.decay": ["steep", []],
     "options.optimization.queries": [2.5],
     "options.optimization.estimator": ["adam", []],
-    "options.optimization.exact_mezo": ["yes"],
+    "options.optimization.method": ["yes"],
     "options.batching.batch_size": [None, -3],
     "options.batching.sequence_length": ["long"],
     "options.storage": ["here"],
@@ -749,7 +752,7 @@ def test_what_libraries_say_of_kernels_that_nothing_uses_is_left_out(
 ) -> None:
     logger = logging.getLogger("bitsandbytes")
     monkeypatch.setattr(logger, "level", logging.NOTSET)
-    refusal("plan", "--model", place / "base", "--memory", "1MB")
+    refusal("plan", "--method", "zeroth-order", "--model", place / "base", "--memory", "1MB")
     assert logger.level == logging.ERROR
 
 
@@ -850,9 +853,9 @@ def test_what_is_seen_by_the_look_of_it_waits_for_no_slow_import(prepared: Path)
         "--help",
         "none",
     ]
-    run = "train --model base --data {rows} --output new"
+    run = "train --method zeroth-order --model base --data {rows} --output new"
     refused = [
-        "train --steps x",
+        "train --method zeroth-order --steps x",
         f"{run} --method adam",
         f"{run} --steps 0",
         f"{run} --method adamw --queries 2",
@@ -861,7 +864,7 @@ def test_what_is_seen_by_the_look_of_it_waits_for_no_slow_import(prepared: Path)
         f"{run} --evaluation nowhere.jsonl",
         "train nowhere.yaml",
         "train --resume nowhere",
-        "tune --model base",
+        "tune --method zeroth-order --model base",
         "init --model base --data {rows} --memory 1XB",
         "init --model base --data nowhere.jsonl",
     ]
@@ -877,7 +880,7 @@ def test_what_is_seen_by_the_look_of_it_waits_for_no_slow_import(prepared: Path)
     assert ended.stderr.count("What to do:") == len(COMMANDS) + 1 + len(refused)
 
 
-NEW = "train --model base --data rows.jsonl --output new"
+NEW = "train --method zeroth-order --model base --data rows.jsonl --output new"
 # What the file system shows: lines, and what is told of each.
 SEEN: list[tuple[str, str]] = [
     (f"{NEW} --output run", "run: found a run that has already started"),
@@ -909,11 +912,17 @@ SEEN: list[tuple[str, str]] = [
     (f"{NEW} --runs none.yaml", "none.yaml: found No such file"),
     (f"{NEW} --split rows", "--split: found rows"),
     (f"{NEW} --task sst2 --output base", "base: found something at this path"),
-    ("plan --model bare", "bare: found no safetensors weights"),
-    ("plan --model base --objective f2", "--objective: found 'f2'"),
+    ("plan --method zeroth-order --model bare", "bare: found no safetensors weights"),
+    ("plan --method zeroth-order --model base --objective f2", "--objective: found 'f2'"),
     ("train --resume base", "base: found no readable options.json"),
-    ("tune --model bare --data rows.jsonl --output new", "bare: found no safetensors weights"),
-    ("tune --model base --data rows.jsonl --output base", "base: found something at this path"),
+    (
+        "tune --method zeroth-order --model bare --data rows.jsonl --output new",
+        "bare: found no safetensors weights",
+    ),
+    (
+        "tune --method zeroth-order --model base --data rows.jsonl --output base",
+        "base: found something at this path",
+    ),
     ("init --model bare --data rows.jsonl", "bare: found no safetensors weights"),
     ("init --model base --data rows.txt", "rows.txt: found a file of another format"),
     ("init --model base --data rows.jsonl --label-column of", "no value in a column 'of'"),
@@ -981,11 +990,11 @@ def test_what_the_file_system_shows_is_told_before_anything_slow_is_imported(
 COMPLETED: dict[str, set[str]] = {
     "zo2 tr": {"train"},
     "zo2 ": set(COMMANDS),
-    "zo2 train --lora-r": {"--lora-rank"},
+    "zo2 train --method zeroth-order --lora-r": {"--lora-rank"},
     "zo2 train --resume run --no-pa": {"--no-pack"},
-    "zo2 train --dtype b": {"bfloat16"},
-    "zo2 train --pack ": set(),
-    "zo2 train --data ro": set(),
+    "zo2 train --method zeroth-order --dtype b": {"bfloat16"},
+    "zo2 train --method zeroth-order --pack ": set(),
+    "zo2 train --method zeroth-order --data ro": set(),
     "zo2 nothing --o": set(),
     "zo2": set(),
 }

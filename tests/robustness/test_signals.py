@@ -56,6 +56,8 @@ def train(folder: Path, output: Path) -> list[object]:
     given = ["--model", folder / "base", "--data", folder / "rows.jsonl", "--output", output]
     return [
         "train",
+        "--method",
+        "zeroth-order",
         *given,
         "--steps",
         STEPS,
@@ -217,7 +219,7 @@ def test_a_signal_in_tuning_says_how_to_go_on(
         "--forwards",
         400,
     ]
-    arguments = ["tune", *given, "--learning-rates", "1e-4", "1e-3"]
+    arguments = ["tune", "--method", "zeroth-order", *given, "--learning-rates", "1e-4", "1e-3"]
     apart.start(*arguments, "--output", tmp_path / "tuned")
     wait_for_steps(tmp_path / "tuned" / "lr-0.0001-eps-0.001", 5)
     apart.send(number)

@@ -51,7 +51,7 @@ def small_run(
         data=folder / "rows.jsonl",
         output=folder / "run",
         steps=3,
-        optimization=Optimization(lr=1e-2),
+        optimization=Optimization(method="zeroth-order", lr=1e-2),
         batching=Batching(batch_size=3),
     )
     return replace(options, **changes)
@@ -74,7 +74,9 @@ def resumable_run(tmp_path: Path) -> TrainOptions:
         evaluate_every=2,
         steps=STEPS,
         seed=3,
-        optimization=Optimization(lr=1e-2, decay=Decay.LINEAR, warmup_steps=2),
+        optimization=Optimization(
+            method="zeroth-order", lr=1e-2, decay=Decay.LINEAR, warmup_steps=2
+        ),
         storage=Storage(write_back_every=2),
     )
 

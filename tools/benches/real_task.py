@@ -47,7 +47,7 @@ GROUP, GRPO_BATCH, NEW_TOKENS = 8, 64, 3
 class Variant(NamedTuple):
     """A line of the table."""
 
-    options: str  # of zo2 train
+    options: str  # of zo2 train; without a method steps are zeroth-order
     lrs: tuple[float, ...] = (5e-6, 1e-5, 2e-5, 4e-5)  # learning rates that tuning tries
     forwards: int = 2  # the cost of a step in forwards of its batch; a backward pass counts as two
 
@@ -65,7 +65,7 @@ PER_ROW_LRS, LORA_FA_LRS, SUMS_LRS = (1e-5, 2e-5, 4e-5, 8e-5), (3e-3, 1e-2, 3e-2
 # rows.
 LORA_FA = f"--no-guard --noise gaussian --zo-eps 1e-2 {LORA} --adapter-frozen lora_A {BFLOAT16}"
 VARIANTS = {
-    "mezo-float32": Variant("--no-guard --exact-mezo --precision exact --dtype float32"),
+    "mezo-float32": Variant("--no-guard --method mezo --precision exact --dtype float32"),
     "rademacher-float32": Variant(f"--no-guard {FLOAT32}"),
     "rademacher-bfloat16": Variant(f"--no-guard {BFLOAT16}"),
     "rademacher-mixed": Variant(f"--no-guard {MIXED}"),
@@ -176,7 +176,7 @@ class Series(NamedTuple):
     def given(self, name: str, seed: int) -> list[object]:
         """The options of zo2 that tuning and training share."""
         files, chosen = (
-            ["--model", self.task.model, "--data", self.task.train],
+            ["--method", "zeroth-order", "--model", self.task.model, "--data", self.task.train],
             shlex.split(EVERY[name].options),
         )
         return [*files, "--seed", seed, "--batch-size", self.batch_size, *chosen]

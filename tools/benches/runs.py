@@ -23,7 +23,7 @@ from measuring import WARM_UP, alternate, seconds_of, spread, timed, times_faste
 from transformers import AutoConfig
 
 from zo2adapters.trainers import tuning as library
-from zo2adapters.trainers.optimization import FirstOrderOptions, Optimization
+from zo2adapters.trainers.optimization import Optimization
 from zo2adapters.trainers.options import Batching, RunModelOptions, TrainOptions, can_share
 
 MORE = 10_000  # steps of a run, which is stopped before
@@ -90,7 +90,8 @@ def evaluated(given: list[Any]) -> dict[str, Any]:
 
 
 def trained(common: list[Any], more: list[str], folder: Path, steps: int) -> dict[str, Any]:
-    """The steps of a run beside its plan."""
+    """The steps of a run, zeroth-order unless it names a method, beside its plan."""
+    common = ["--method", "zeroth-order", *common]
     plan = json.loads(zo2("plan", *common, "--output", folder, "--json", *more))
     rows = steps_of(
         [*common, "--output", folder / "run", "--lr", "1e-7", *more], folder / "run", steps
@@ -158,9 +159,10 @@ def tuning(
         data=data,
         output=Path(),
         batching=Batching(batch_size=16),
-        first_order=FirstOrderOptions(method="adamw" if lora_rank else None),
         model_options=RunModelOptions(lora_rank=lora_rank),
-        optimization=Optimization() if lora_rank else Optimization(rank=rank),
+        optimization=Optimization()
+        if lora_rank
+        else Optimization(method="zeroth-order", rank=rank),
     )
 
     def tuned(side: str) -> list[tuple[float, int, float]]:

@@ -69,8 +69,8 @@ class AtStep(Command):
     at: int | None = None
     """Number of steps of the run that the weights include.
 
-    By default all of them; with the run's --keep-best those of the best evaluation, and with
-    --method those of the last snapshot if the run was stopped.
+    By default all of them; with the run's --keep-best those of the best evaluation, and of a
+    stopped run with first-order steps those of its last snapshot.
     """
     model_options: RunModelOptions = field(default_factory=RunModelOptions)
     resources: Resources = field(default_factory=Resources)
@@ -125,7 +125,7 @@ class AtStep(Command):
                 )
             replays = self.journal is not None  # and has to round as the run did
             precision = precision_of_run(
-                model_options.precision, exact_mezo=replays, on_cpu=self.resources.device == "cpu"
+                model_options.precision, is_exact=replays, on_cpu=self.resources.device == "cpu"
             )
             return replace(self, model_options=replace(model_options, precision=precision))
         saved_options = replace(saved.model_options, precision=saved.precision_asked())

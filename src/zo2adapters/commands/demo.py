@@ -87,7 +87,9 @@ class Recipe:
     # Twice this learning rate diverges. A zeroth-order step moves every weight, so the limit falls
     # as their number grows.
     optimization: Optimization = field(
-        default_factory=lambda: Optimization(lr=3e-4, zo_eps=1e-3, decay=Decay.LINEAR)
+        default_factory=lambda: Optimization(
+            method="zeroth-order", lr=3e-4, zo_eps=1e-3, decay=Decay.LINEAR
+        )
     )
 
 

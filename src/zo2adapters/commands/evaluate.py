@@ -411,17 +411,15 @@ def run_task(command: Train, train: Callable[[Path, Path], object]) -> None:
     else:
         writer.run()
     try:
-        _score(command, model, rows / "test.jsonl", "zero-shot")
+        _score(command, rows / "test.jsonl", "zero-shot")
         if command.shots is not None:
-            _score(
-                command, model, rows / "in-context.jsonl", f"with {command.shots} demonstrations"
-            )
+            _score(command, rows / "in-context.jsonl", f"with {command.shots} demonstrations")
         train(rows / "train.jsonl", rows / "dev.jsonl")
     except BaseException:  # raised again
         if not is_there and not (output / OPTIONS).exists():
             shutil.rmtree(rows)
         raise
-    _score(command, str(output / MODEL), rows / "test.jsonl", "fine-tuned")
+    _score(command, rows / "test.jsonl", "fine-tuned", exported=output / MODEL)
 
 
 def require_consistent(task: str, options: RunOptions) -> None:
@@ -439,11 +437,7 @@ def require_consistent(task: str, options: RunOptions) -> None:
             "because the rows have candidates",
         ),
         ("beta", options.beta, "because the rows have candidates, not preferences"),
-        (
-            model_options.adapter_option,
-            model_options.adapter_name,
-            "because an adapter trains on rows of zo2 rows",
-        ),
+        ("adapter", model_options.adapter, "because the score before training is the base's"),
     ):
         if found is not None:
             raise OptionError(option, f"{found} with --task", f"none, {why}", "leave it out")
@@ -454,24 +448,26 @@ def require_consistent(task: str, options: RunOptions) -> None:
         )
 
 
-def _score(command: Train, model: str, rows: Path, name: str) -> None:
-    """Print the score of a model on rows."""
+def _score(command: Train, rows: Path, name: str, *, exported: Path | None = None) -> None:
+    """Print the score of the model, or of what was exported, on rows."""
     storage, model_options = command.storage, command.model_options
-    exported = model != command.model
-    exact = command.optimization.exact_mezo or command.optimization.rank is not None
+    trained = model_options.of_method(command.optimization.method)
+    adapter = exported if trained.trains_adapter else None
+    whole = exported if adapter is None else None
+    exact = command.optimization.is_exact or command.optimization.rank is not None
     precision = precision_of_run(
-        model_options.precision, exact_mezo=exact, on_cpu=storage.device == "cpu"
+        model_options.precision, is_exact=exact, on_cpu=storage.device == "cpu"
     )
-    dtype = "auto" if exported or model_options.precision == "mixed" else model_options.dtype
+    dtype = "auto" if whole or model_options.precision == "mixed" else model_options.dtype
     opening = RunModelOptions(
-        architecture=model_options.architecture, dtype=dtype, precision=precision
+        architecture=model_options.architecture, dtype=dtype, precision=precision, adapter=adapter
     )
     resources = Resources(
         memory=storage.memory, device=storage.device, device_memory=storage.device_memory
     )
     print(f"{name}: ", end="", flush=True)
     Evaluate(
-        model=model,
+        model=command.model if whole is None else str(whole),
         data=rows,
         batching=command.batching,
         model_options=opening,

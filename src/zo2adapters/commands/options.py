@@ -76,7 +76,7 @@ _OTHER_NAMES: Mapping[str | None, str] = {
     "lora_rank": "lora_r",
     "lora_targets": "target_modules",
     "max_new_tokens": "max_completion_length",
-    "method": "optim",
+    "method": "exact_mezo optim",
     "micro_batch_size": "gradient_accumulation_steps",
     "pack": "packing",
     "sequence_length": "cutoff_len max_length max_seq_length",
@@ -337,7 +337,7 @@ _FORMER: Mapping[str, str] = {
     "objective": "beta",
     "method": "betas momentum switch_every state_bits delayed_update! stream_blocks! loss_scaling!",
     "clip": "norm=max_grad_norm value=max_grad_value projected=clip_grad median=clip_median",
-    "estimator": "exact!=exact_mezo fitness",
+    "estimator": "exact!=method=mezo fitness",
     "rank": "period stack",
     "reward-options": "max_new_tokens temperature top_p seconds=reward_seconds "
     "memory=reward_memory max_drift",
@@ -370,10 +370,10 @@ def _in_present_options(called: str, text: str, names: str) -> str | None:
     found = re.fullmatch(rf"(?:([^=]*?):)?((?:{starts}).*)", text) if pairs else None
     if found is None:
         return None
-    written = [] if found[1] is None else [f"{called} {found[1]}"]
+    written = [] if found[1] in (None, "mezo") else [f"{called} {found[1]}"]
     for part in re.split(rf",(?={starts})", found[2]):
         key, _, value = part.partition("=")
-        option = f"--{present[key].replace('_', '-')}"
+        option = f"--{present[key].replace('_', '-').replace('=', ' ')}"
         written.append(f"{option} {value.replace(',', ' ')}".rstrip())
     return " ".join(written)
 
@@ -824,11 +824,11 @@ _IN_FLAGS: Mapping[str, str] = {
     "PhiloxNoise()": "--noise gaussian",
     "PhiloxNoise(Distribution.GAUSSIAN)": "--noise gaussian",
     "PhiloxNoise(Distribution.RADEMACHER)": "--noise rademacher",
-    "FirstOrder": "--method adamw",
-    "ZerothOrder": "zeroth-order steps (no --method)",
+    "FirstOrder": "a first-order --method, such as lora",
+    "ZerothOrder": "--method zeroth-order",
     "every=None": "--write-back-every never",
     "loss_chunk=None": "no --loss-chunk",
-    "perturb_in_place=False": "no --exact-mezo",
+    "perturb_in_place=False": "--method zeroth-order",
     "precision='exact'": "--precision exact",
     "precision='mixed'": "--precision mixed",
     "weight_decay=0": "--weight-decay 0",

@@ -281,14 +281,11 @@ def _file_name(path: object) -> str:
 
 def _method(options: dict[str, Any]) -> str:
     """How steps are taken, and what they train."""
-    first_order = options.get("first_order")
     optimization = options.get("optimization")
-    name = first_order.get("method") if isinstance(first_order, dict) else None
-    if name is None:
-        estimator = (
-            optimization.get("estimator", "mezo") if isinstance(optimization, dict) else "mezo"
-        )
-        name = f"zeroth-order ({estimator})"
+    known = optimization if isinstance(optimization, dict) else {}
+    name = known.get("method", "not noted")
+    if name == "zeroth-order":
+        name = f"{name} ({known.get('estimator', 'mezo')})"
     if options.get("lora_rank") is not None:
         return f"{name}, LoRA of rank {options['lora_rank']}"
     return (

@@ -37,7 +37,6 @@ from zo2adapters.commands.options import (
 )
 from zo2adapters.tasks.registry import function_file
 from zo2adapters.trainers.metrics import align_rows, criterion, losses_of
-from zo2adapters.trainers.optimization import Optimization
 from zo2adapters.trainers.option_table import OPTIONS as OPTION_ROWS
 from zo2adapters.trainers.option_table import Change, changed, flag, read_recipe, require_unchanged
 from zo2adapters.trainers.options import (
@@ -114,7 +113,7 @@ class Train(RunOptions, Command):
     # whether functions that a recipe names are run, and have to be named beside it
     runs_code: ClassVar = True
     first_options: ClassVar = (
-        "model data output steps lr method lora_rank batch_size evaluation memory device resume"
+        "model data output method steps lr lora_rank batch_size evaluation memory device resume"
     )
 
     model: str | None = None
@@ -137,7 +136,7 @@ class Train(RunOptions, Command):
     output: Path | None = None
     """Directory for the run: journal.jsonl, metrics.jsonl and, at the end, model/.
 
-    It must not exist, or be empty. Further workers on the same host use DIR.worker-1 and so on.
+    It must be new or empty. Further workers on the same host use DIR.worker-1 and so on.
     """
     resume: Path | None = None
     """Directory of a run to continue; the result is that of an uninterrupted one.
@@ -283,7 +282,8 @@ class Train(RunOptions, Command):
         The learning rate is scheduled over all steps of the new run, including those of the other
         run.
         """
-        if (method := saved.first_order.method) is not None:
+        if saved.optimization.optimizer is not None:
+            method = saved.optimization.method
             expected = "a run of zeroth-order steps, which are replayed"
             remedy = "export its adapter with zo2 export --at, and start a new run with --adapter"
             raise OptionError("from_step", f"a run of --method {method}", expected, remedy)
@@ -414,10 +414,12 @@ class Train(RunOptions, Command):
 
         options = self.options
         first = is_first(workers)
-        if options.first_order.method is not None:
+        if options.optimization.optimizer is not None:
             keep_freed_memory(SMALL)
+        method = [self._chosen_method(options)] if first and self.resume is None else []
         chooses = options.optimization.lr == "auto"
         if chooses:
+            tell(*method)
             options = self._with_chosen_rate(options, workers)
         resume = chooses or self.resume is not None
         with self._branching(options, workers):
@@ -439,7 +441,7 @@ class Train(RunOptions, Command):
             lines = trainer.notices() if chooses else trainer.first_lines()
             if finished:
                 lines = [f"{options.output} is finished after {counted(options.steps, 'step')}"]
-            tell(*(lines if first else ()))
+            tell(*([] if chooses else method), *(lines if first else ()))
             if keeps_memory(trainer.host_plan):
                 keep_freed_memory()
             elif trainer.is_tight:
@@ -452,6 +454,15 @@ class Train(RunOptions, Command):
             f"model: {exported}\nmetrics: {options.output / METRICS}\njournal: "
             f"{options.output / JOURNAL}"
         )
+
+    def _chosen_method(self, options: TrainOptions) -> str:
+        """A line that says which method the run has, and why."""
+        method = options.optimization.method
+        if "method" in self.given:
+            return f"method: {method}, as asked for"
+        if method == RunOptions().optimization.method:
+            return f"method: {method}, by default; --method names others"
+        return f"method: {method}, as the recipe says"
 
     def _branching(
         self, options: TrainOptions, workers: Workers | None
@@ -790,7 +801,7 @@ class Plan(Train):
         """Whether there is a learning rate, which a plan does not need: one that was given, or that
         of a run to continue.
         """
-        return "lr" in self.given or self.optimization.lr != Optimization().lr
+        return "lr" in self.given or self.optimization.lr is not None
 
     def _planned_options(self) -> TrainOptions:
         """The options of the run to plan. What a plan does not depend on may be missing."""
@@ -808,7 +819,7 @@ class Plan(Train):
                     beside="without the rows",
                     expected=expected,
                 )
-        if options.first_order.method is not None and not self.lr_is_given:
+        if options.optimization.optimizer is not None and not self.lr_is_given:
             options = options.with_rate("auto")
         if options.storage.device_memory != "auto" and options.storage.device == "cpu":
             options = replace(options, storage=replace(options.storage, device="cuda"))
@@ -841,12 +852,12 @@ class Tune(RunOptions, Command):
     forwards: int = 2000
     """Forward passes of a batch that all trials together may take.
 
-    With --method, a step counts as three for an adapter, and as four or eight for all parameters.
+    A first-order step counts as three for an adapter, and as four or eight for all parameters.
     """
     learning_rates: tuple[float, ...] = ()
-    """Learning rates to try; by default seven from 1e-6 to 1e-3, with --method five: from 3e-5 to
-    3e-3 for an adapter, and on the optimizer's own scale for all parameters. --lr has no effect
-    here and is refused.
+    """Learning rates to try; by default five from 3e-5 to 3e-3 for an adapter, five on the
+    optimizer's own scale for all parameters, and of zeroth-order steps seven from 1e-6 to 1e-3.
+    --lr has no effect here and is refused.
     """
     zo_eps_to_try: tuple[float, ...] = ()
     """Perturbation scales to try with each learning rate; by default --zo-eps alone."""
@@ -862,7 +873,7 @@ class Tune(RunOptions, Command):
         """See the contract."""
         require_whole("forwards", self.forwards, 1)
         for option, value, default, expected, remedy in (
-            ("lr", self.optimization.lr, Optimization().lr, "none", "pass --learning-rates"),
+            ("lr", self.optimization.lr, None, "none", "pass --learning-rates"),
             (
                 "steps",
                 self.steps,
@@ -914,7 +925,7 @@ class Tune(RunOptions, Command):
             )
         if not first:
             return
-        scale = "" if self.first_order.method else f", zo_eps {best.zo_eps:g}"
+        scale = "" if self.optimization.optimizer else f", zo_eps {best.zo_eps:g}"
         print(
             f"lr {best.lr:g}{scale}: mean loss {best.loss:.4f} over the last steps of "
             f"{best.steps}\n"

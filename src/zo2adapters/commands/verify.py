@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import sys
 from dataclasses import dataclass, field
-from typing import ClassVar
+from typing import ClassVar, Literal, TypeAlias
 
 from zo2adapters.commands.options import Command
 from zo2adapters.models.model_files import require_model
-from zo2adapters.trainers.optimization import StepSize
+from zo2adapters.trainers.optimization import StepSize, optimizer_of
 from zo2adapters.trainers.option_table import MOST_ROWS
 from zo2adapters.trainers.options import AdapterOptions, ModelOptions
 from zo2core.errors import without_effect
-from zo2core.ranges import LARGEST_WHOLE, OptimizerName, counted, require_whole
+from zo2core.ranges import LARGEST_WHOLE, counted, require_whole
+
+VerifiedName: TypeAlias = Literal["mezo", "lora", "adamw", "sgd", "lomo", "adalomo", "badam"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,9 +32,9 @@ class Verify(Command):
     The model is held in memory twice.
     """
     model_options: ModelOptions = field(default_factory=ModelOptions)
-    method: OptimizerName | None = None
-    """Compare first-order steps of an adapter, or of all parameters, with transformers, peft and
-    torch.optim. By default, zeroth-order steps are compared with MeZO on the whole model.
+    method: VerifiedName = "mezo"
+    """Steps to compare: mezo's with MeZO on the whole model, those of the others, of an adapter or
+    of all parameters, with transformers, peft and torch.optim.
     """
     adapter_options: AdapterOptions = field(default_factory=AdapterOptions)
     steps: int = 3
@@ -52,11 +54,10 @@ class Verify(Command):
         require_whole("tokens", self.tokens, 2)
         require_whole("seed", self.seed, 0, LARGEST_WHOLE - self.steps)
         self.adapter_options.require_valid()
-        if self.method is not None:
-            self.adapter_options.require_method(self.method)
-            if "zo_eps" in self.given:
-                found = f"{self.step_size.zo_eps:g} with --method {self.method}"
-                raise without_effect("zo_eps", found, "none, because gradients perturb nothing")
+        self.adapter_options.require_method(self.method)
+        if optimizer_of(self.method) is not None and "zo_eps" in self.given:
+            found = f"{self.step_size.zo_eps:g} with --method {self.method}"
+            raise without_effect("zo_eps", found, "none, because gradients perturb nothing")
         self.step_size.require_sane()
         require_model(self.model, has_tokenizer=False)
 
@@ -71,7 +72,9 @@ class Verify(Command):
         # refuses values out of range
         MeZOSGD(lr=size.rate, zo_eps=size.zo_eps, weight_decay=size.weight_decay)
         directory = resolve_directory(self.model)
-        adapter = self.adapter_options.adapter_of(opening.head, seed=self.seed)
+        adapter_options = self.adapter_options.of_method(self.method)
+        adapter = adapter_options.adapter_of(opening.head, seed=self.seed)
+        optimizer = optimizer_of(self.method)
         result = verify(
             directory,
             opening,
@@ -80,15 +83,15 @@ class Verify(Command):
             rows=self.batch_size,
             tokens=self.tokens,
             seed=self.seed,
-            method=self.method,
+            method=optimizer,
             adapter=adapter,
         )
         if result.difference is not None:
             print(f"DIFFERENT: {result.difference}")
             print(summary(result))
             sys.exit(1)
-        scalars = "losses, projected gradients" if self.method is None else "losses, gradient norms"
-        kind = "trained parameters" if self.adapter_options.trains_adapter else "parameters"
+        scalars = "losses, projected gradients" if optimizer is None else "losses, gradient norms"
+        kind = "trained parameters" if adapter_options.trains_adapter else "parameters"
         compared = f"{scalars} and all {result.parameters} {kind}"
         print(f"EQUAL over {counted(self.steps, 'step')}, bit for bit: {compared}")
         print(summary(result))

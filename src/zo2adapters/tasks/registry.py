@@ -117,8 +117,8 @@ def _without_gradient(name: str, rows: RowFormat | None) -> OptionError:
     return OptionError(
         "objective",
         f"{name}, which has no gradient",
-        f"{expected} with --method",
-        "pass another objective, or leave --method out: zeroth-order steps need no gradient",
+        f"{expected}, which have a gradient",
+        "pass another objective, or --method zeroth-order, which needs no gradient",
     )
 
 

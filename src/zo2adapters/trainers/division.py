@@ -137,7 +137,7 @@ def _is_divisible(options: TrainOptions) -> bool:
     """Whether a batch may be divided: not where all bits are to be MeZO's, nor where a function of
     the user's own gets the batch.
     """
-    return not options.optimization.exact_mezo and function_file(options.objective) is None
+    return not options.optimization.is_exact and function_file(options.objective) is None
 
 
 def _fewer_rows(inputs: RunInputs | RowlessInputs) -> list[int]:

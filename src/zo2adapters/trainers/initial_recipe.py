@@ -20,9 +20,9 @@ from zo2adapters.tasks.row_options import RowFormat, Survey, survey
 from zo2adapters.tasks.rows import RowReader, Rows
 from zo2adapters.tasks.tokenizer import load_tokenizer
 from zo2adapters.trainers.methods import method_of
-from zo2adapters.trainers.optimization import Decay, FirstOrderOptions, Optimization
+from zo2adapters.trainers.optimization import ZEROTH_ORDER, Decay, Optimization
 from zo2adapters.trainers.option_table import OPTIONS, leaves, plain
-from zo2adapters.trainers.options import DEFAULT_LENGTH, EVERY, TrainOptions
+from zo2adapters.trainers.options import DEFAULT_LENGTH, EVERY, LORA_RANK, TrainOptions
 from zo2adapters.trainers.probes import hands_over_tensors, require_packable
 from zo2adapters.trainers.run_inputs import RunInputs, dtype_name
 from zo2adapters.trainers.run_plan import RunPlan, duration, plan_of, told_line
@@ -41,7 +41,6 @@ _ROW_OPTIONS = (
     "label_column",
     "messages_column",
 )
-LORA_RANK = 8
 _BATCH = 16  # rows
 # rows that run at a time, of which the first that fits is chosen
 _MICRO_BATCHES = (None, 8, 4, 2, 1)
@@ -100,7 +99,9 @@ class InitialRecipe:
     @property
     def left_out(self) -> Sequence[str]:
         """Why what most runs have is left out: an adapter, or rows to evaluate on."""
-        return [reason for name, reason in self.reasons.items() if name not in self.values]
+        told = {"method"} if self.values["method"] in ZEROTH_ORDER else set()
+        left_out = self.reasons.keys() - self.values.keys() | told
+        return [reason for name, reason in self.reasons.items() if name in left_out]
 
     def text(self) -> str:
         """The recipe as YAML, with the reasons as comments."""
@@ -164,11 +165,10 @@ def _with_method(request: TrainOptions, rows: RowFormat) -> _Opened:
     and a precision.
     """
     directory = resolve_directory(request.model)
-    adamw = replace(
+    lora = replace(
         request,
         model_options=replace(request.model_options, lora_rank=LORA_RANK, lora_targets=(EVERY,)),
-        first_order=FirstOrderOptions(method="adamw", max_grad_norm=1.0),
-        optimization=Optimization(lr="auto", decay=Decay.LINEAR),
+        optimization=Optimization(lr="auto", decay=Decay.LINEAR, max_grad_norm=1.0),
     )
     why_not = (
         None
@@ -177,7 +177,7 @@ def _with_method(request: TrainOptions, rows: RowFormat) -> _Opened:
     )
     if why_not is None:
         try:
-            model = adamw.opened(directory)
+            model = lora.opened(directory)
             if not hands_over_tensors(model):
                 reasons = {
                     "method": (
@@ -193,7 +193,7 @@ def _with_method(request: TrainOptions, rows: RowFormat) -> _Opened:
                     "max_grad_norm": "Scales down gradients that are unusually large.",
                     "decay": "The rate falls towards 0, so that the last steps settle.",
                 }
-                return _with_precision(adamw, model, reasons)
+                return _with_precision(lora, model, reasons)
             why_not = (
                 "this model's blocks hand tensors to later blocks, so that gradients would be lost"
             )
@@ -201,7 +201,12 @@ def _with_method(request: TrainOptions, rows: RowFormat) -> _Opened:
             why_not = f"adapters need {error.where}: {error.remedy}"
         except ZO2Error as error:
             why_not = f"this model takes no LoRA adapter ({error.found})"
-    zeroth_order = replace(request, optimization=Optimization(lr="auto"), steps=_ZEROTH_ORDER_STEPS)
+    zeroth_order = replace(
+        request,
+        model_options=request.model_options.without_adapter(),
+        optimization=Optimization(method="zeroth-order", lr="auto"),
+        steps=_ZEROTH_ORDER_STEPS,
+    )
     reasons = {
         "method": f"Zeroth-order steps, which need no gradient, train all parameters: {why_not}."
     }
@@ -228,7 +233,7 @@ def _with_precision(options: TrainOptions, model: HFBlockModel, reasons: dict[st
             "auto keeps weights in float32, where no small update is lost, and computes in "
             f"{dtype_name(model.autocast)}."
         )
-    elif options.first_order.method is not None and stored in (torch.float16, torch.float32):
+    elif options.optimization.optimizer is not None and stored in (torch.float16, torch.float32):
         times = product_seconds(stored) / product_seconds(torch.bfloat16)
         if times * _MUCH_FASTER > 1:
             why = (
@@ -339,7 +344,7 @@ def _planned(inputs: RunInputs) -> tuple[RunInputs, RunPlan]:
     """
     inputs = inputs.having(steps=1)
     plan = plan_of(inputs)
-    if inputs.options.first_order.method is not None or plan.host_plan.buckets is None:
+    if inputs.options.optimization.optimizer is not None or plan.host_plan.buckets is None:
         return inputs, plan
     options = inputs.options
     try:
@@ -377,7 +382,7 @@ def _padding(inputs: RunInputs) -> float:
 def _with_steps(options: TrainOptions, rows: int, plan: RunPlan) -> TrainOptions:
     """Choose how many steps are taken, and how often to evaluate."""
     steps = options.steps
-    if options.first_order.method is not None:
+    if options.optimization.optimizer is not None:
         epoch = math.ceil(rows / options.batching.batch_size)
         steps = _EPOCHS * epoch if _EPOCHS * epoch * plan.seconds <= _LONGEST_RUN else epoch
         steps = min(max(steps, _FEWEST_STEPS), _MOST_STEPS)

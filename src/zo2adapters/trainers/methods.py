@@ -574,8 +574,8 @@ class ZerothOrderRun(RunMethod):
         remedy = (
             f"find a learning rate below {options.optimization.rate:g} that does not diverge, "
             "with this run's batch "
-            f"size and directions: zo2 tune --model {options.model} --data {options.data} "
-            "--output TRIALS; then continue "
+            f"size and directions: zo2 tune --method {options.optimization.method} "
+            f"--model {options.model} --data {options.data} --output TRIALS; then continue "
             f"from step {best}, the best so far: {options.resume_command} --from-step {best} "
             "--output NEW --lr RATE"
         )
@@ -636,8 +636,9 @@ class GradientRun(RunMethod):
         workers: Workers | None = None,
     ) -> None:
         super().__init__(options, shared, workers)
-        first_order, every = options.first_order, options.storage.snapshot_every
-        assert first_order.method is not None, "it is what chose this class"
+        first_order, every = options.optimization, options.storage.snapshot_every
+        optimizer = first_order.optimizer
+        assert optimizer is not None, "it is what chose this class"
         options.learning_rate()  # refuses a warm-up that is too long
         self.of_adapter = options.model_options.trains_adapter
         self.streams = first_order.stream_blocks and not self.of_adapter
@@ -648,7 +649,7 @@ class GradientRun(RunMethod):
             self.learning_rates, self.few_learning_rates = _ADAPTER_RATES, _FEW_ADAPTER_RATES
             self.forwards = ADAPTER_FORWARDS
         else:
-            self.learning_rates = OPTIMIZERS[first_order.method].learning_rates
+            self.learning_rates = OPTIMIZERS[optimizer].learning_rates
             self.few_learning_rates = self.learning_rates[1:-1]
             self.forwards = FULL_FORWARDS * (2 if first_order.measures_gradients else 1)
 
@@ -661,12 +662,12 @@ class GradientRun(RunMethod):
         return (
             None
             if self.of_adapter
-            else options.first_order.block_update(weight_decay=decay, seed=seed)
+            else options.optimization.block_update(weight_decay=decay, seed=seed)
         )
 
     def steps(self) -> FirstOrder:
         """By the optimizer."""
-        asked = self.options.first_order
+        asked = self.options.optimization
         rate = self.options.learning_rate()
         lr = self.options.optimization.rate
         if self.update is not None:
@@ -678,15 +679,15 @@ class GradientRun(RunMethod):
                 clip_value=asked.max_grad_value,
                 scaling=scaling,
             )
-        assert asked.method is not None, "it is what chose this class"
-        optimizer = OPTIMIZERS[asked.method].of_adapter
+        assert asked.optimizer is not None, "it is what chose this class"
+        optimizer = OPTIMIZERS[asked.optimizer].of_adapter
         assert optimizer is not None, "other methods were refused with an adapter"
         given = {
             "lr": lr,
             "weight_decay": self.options.optimization.weight_decay,
             **asked.optimizer_options,
         }
-        recorded = {"name": asked.method, **given, "max_grad_norm": asked.max_grad_norm}
+        recorded = {"name": asked.optimizer, **given, "max_grad_norm": asked.max_grad_norm}
         return FirstOrder(
             partial(optimizer, **given), lr=rate, clip=asked.max_grad_norm, options=recorded
         )
@@ -739,7 +740,7 @@ class GradientRun(RunMethod):
         if self.update is not None:
             if self.workers is not None:
                 found = (
-                    f"{self.options.first_order.method} of all parameters, and "
+                    f"{self.options.optimization.method} of all parameters, and "
                     f"{self.workers.size} workers"
                 )
                 expected = (
@@ -760,7 +761,7 @@ class GradientRun(RunMethod):
                 "snapshot was kept"
             )
             expected = (
-                f"it from the beginning of a run with --method {self.options.first_order.method}"
+                f"it from the beginning of a run with --method {self.options.optimization.method}"
             )
             raise OptionError("keep_best", found, expected, "leave it out")
         return engine
@@ -916,14 +917,14 @@ class GradientRun(RunMethod):
 def method_of(
     options: TrainOptions, shared: SharedBase | None = None, workers: Workers | None = None
 ) -> ZerothOrderRun | GradientRun:
-    """The method that the options name; zeroth-order steps by default.
+    """The method that the options name.
 
     A rate of auto stands for any rate.
     """
     if shared is not None:
         require_shareable(options)
     options = options.with_rate(1.0) if options.optimization.lr == "auto" else options
-    return (ZerothOrderRun if options.first_order.method is None else GradientRun)(
+    return (ZerothOrderRun if options.optimization.optimizer is None else GradientRun)(
         options, shared, workers
     )
 

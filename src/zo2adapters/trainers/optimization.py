@@ -10,7 +10,7 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, fields, replace
 from enum import Enum
 from functools import partial
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 from zo2adapters.optional_package import optional_package
 from zo2core.errors import OptionError
@@ -20,6 +20,21 @@ if TYPE_CHECKING:
     from zo2core import BlockUpdate, NoiseGenerator, ZOEstimator
     from zo2core.estimators.perturbation import Perturbation
     from zo2core.estimators.registry import EstimatorClasses
+
+
+MethodName: TypeAlias = Literal[
+    "lora", "adamw", "sgd", "lomo", "adalomo", "badam", "mezo", "zeroth-order"
+]
+ZEROTH_ORDER: tuple[MethodName, ...] = ("mezo", "zeroth-order")
+# learning rates by default, of the methods that have one
+DEFAULT_RATES: Mapping[MethodName, float] = {"lora": 2e-4, "mezo": 1e-6, "zeroth-order": 1e-6}
+
+
+def optimizer_of(method: MethodName) -> OptimizerName | None:
+    """The optimizer of a first-order method; None: its steps are zeroth-order."""
+    if method == "lora":
+        return "adamw"
+    return None if method == "mezo" or method == "zeroth-order" else method
 
 
 class Decay(Enum):
@@ -95,11 +110,11 @@ class Noise(Enum):
 class StepSize:
     """How far a step moves the weights."""
 
-    lr: float | Literal["auto"] = 1e-6
-    """Peak learning rate.
+    lr: float | Literal["auto"] | None = None
+    """Peak learning rate; auto tries several in short runs before the first step.
 
-    MeZO uses 1e-7 to 1e-6 for OPT; small models need more. With --method give one, such as 2e-4.
-    auto tries several in short runs before the first step.
+    By default 2e-4 with lora, and 1e-6 with mezo and zeroth-order, which suits large models. Other
+    methods have no default.
     """
     zo_eps: float = 1e-3
     """Perturbation scale.
@@ -107,9 +122,9 @@ class StepSize:
     The loss is evaluated at the weights plus and minus zo_eps times a random direction.
     """
     weight_decay: float = 0.0
-    """Weight decay of MeZO's update, which leaves out biases and layer norms.
+    """Weight decay of the optimizer, for all trained parameters.
 
-    With --method: weight decay of the optimizer, for all trained parameters.
+    That of zeroth-order steps is MeZO's, which leaves out biases and layer norms.
     """
 
     @property
@@ -117,6 +132,8 @@ class StepSize:
         """The peak learning rate, as a number."""
         if isinstance(self.lr, str):
             raise OptionError("lr", "auto", "a number", "pass one; zo2 train and init take auto")
+        if self.lr is None:
+            raise OptionError("lr", "nothing", "a learning rate", "pass one, or auto")
         return self.lr
 
     def require_sane(self) -> None:
@@ -152,6 +169,12 @@ class StepSize:
 class Optimization(StepSize):
     """How a step moves the weights."""
 
+    method: MethodName = "lora"
+    """What is trained, and how. lora: a new LoRA adapter, by AdamW. adamw, sgd, lomo, adalomo and
+    badam: all parameters, by gradients. zeroth-order: all parameters, without gradients; mezo: the
+    same with MeZO's bits. All but lomo, adalomo and badam train the adapter of --adapter or
+    --lora-rank instead, if there is one.
+    """
     estimator: EstimatorName = EstimatorName.MEZO
     """Gradient estimator. mezo evaluates both sides of each direction. fzoo evaluates one side of
     each of several --queries and divides by the standard deviation of their losses; its --lr is
@@ -165,12 +188,6 @@ class Optimization(StepSize):
     noise: Noise = Noise.RADEMACHER
     """Random directions. mezo draws the same numbers as MeZO; the others are counter-based and much
     faster to draw.
-    """
-    exact_mezo: bool = False
-    """Take MeZO's steps bit for bit, with its noise and in-place perturbation.
-
-    Overrides --noise. Rounding errors of restoring the weights stay in them; by default each
-    evaluation starts from the unchanged weights.
     """
     queries: int = 1
     """Directions per step.
@@ -211,13 +228,66 @@ class Optimization(StepSize):
     diverged.
     """
 
+    max_grad_norm: float | None = None
+    """With a first-order --method: largest 2-norm of all gradients together; larger ones are scaled
+    down to it.
+
+    Where all parameters are trained, it takes a second backward pass, except with badam.
+    """
+    max_grad_value: float | None = None
+    """With a first-order --method, for all parameters: largest absolute value of a gradient's
+    elements; larger ones are cut to it.
+    """
+    switch_every: int | None = None
+    """With --method badam: steps for which one block is trained before the next one's turn.
+
+    By default 50.
+    """
+    stream_blocks: bool = False
+    """With a first-order --method and no adapter: stream blocks from disk, for a model that is
+    larger than memory. With badam a block is written once, when its turn ends; with other methods
+    each step writes all changed blocks and their optimizer states, and --snapshot-every says how
+    often they are committed, by default at each step. More than 1.2 TB in 1,000 steps have to be
+    allowed by --write-limit-tb.
+    """
+    loss_scaling: bool = False
+    """With a first-order --method and no adapter: scale the loss, so that small gradients do not
+    vanish in float16, by the rules of torch.amp.GradScaler. Steps whose gradients overflow are
+    skipped. It takes a second backward pass.
+    """
+    delayed_update: bool = False
+    """With --method adamw and no adapter: change the weights one step late, so that the host
+    updates while the device computes the next step, as ZeRO-Offload does. This is another run:
+    gradients are those of weights one step older.
+    """
+    state_bits: int = 32
+    """With --method adamw and no adapter: 8 keeps the moments in 8 bits, by bitsandbytes'
+    AdamW8bit, in a quarter of the memory.
+    """
+    betas: tuple[float, float] | None = None
+    """With --method lora or adamw: decay rates of the running means of gradients and of their
+    squares; by default 0.9 and 0.999.
+    """
+    momentum: float | None = None
+    """With --method sgd: factor by which the previous change is repeated; by default 0."""
+
+    @property
+    def optimizer(self) -> OptimizerName | None:
+        """The optimizer of first-order steps; None: steps are zeroth-order."""
+        return optimizer_of(self.method)
+
+    @property
+    def is_exact(self) -> bool:
+        """Whether steps have the bits of MeZO."""
+        return self.method == "mezo"
+
     def generator(self) -> NoiseGenerator | None:
         """Generator of the directions; None leaves the choice to the engine, which draws MeZO's
         numbers.
         """
         from zo2core import Distribution, PhiloxNoise
 
-        is_sequential = self.exact_mezo or self.noise is Noise.MEZO
+        is_sequential = self.is_exact or self.noise is Noise.MEZO
         return None if is_sequential else PhiloxNoise(Distribution(self.noise.value))
 
     @property
@@ -273,7 +343,6 @@ class Optimization(StepSize):
             "whose factors are drawn in any order",
         )
         for option, is_refused, found, expected, remedy in (
-            ("exact_mezo", self.exact_mezo and not is_mezo, name, "the estimator mezo", apart),
             ("per_row", self.per_row and not is_mezo, name, "the estimator mezo", apart),
             ("fitness", has_fitness and not is_es, name, "the estimator es", apart),
             (
@@ -313,7 +382,7 @@ class Optimization(StepSize):
         elif q == 1 and classes.single_query is not None:
             kind = classes.single_query
         known = {option.name for option in fields(kind)}  # type: ignore[arg-type]
-        given = {"q": q, "perturb_in_place": self.exact_mezo, "fitness": self.fitness}
+        given = {"q": q, "perturb_in_place": self.is_exact, "fitness": self.fitness}
         options = {name: value for name, value in given.items() if name in known}
         # An invalid peak is refused here, before the schedule is made from it.
         estimator = kind(
@@ -331,58 +400,6 @@ class Optimization(StepSize):
             peak=self.rate, decay=self.decay, warmup_steps=self.warmup_steps, steps=steps
         )
 
-
-@dataclass(frozen=True, kw_only=True)
-class FirstOrderOptions:
-    """Training by gradients."""
-
-    method: OptimizerName | None = None
-    """Train by gradients, with this optimizer and an --lr of its scale. adamw and sgd train the
-    adapter of --lora-rank or --adapter, or without one all parameters, as lomo, adalomo and badam
-    do. Without --method steps are zeroth-order.
-    """
-    max_grad_norm: float | None = None
-    """With --method: largest 2-norm of all gradients together; larger ones are scaled down to it.
-
-    Where all parameters are trained, it takes a second backward pass, except with badam.
-    """
-    max_grad_value: float | None = None
-    """With --method, for all parameters: largest absolute value of a gradient's elements; larger
-    ones are cut to it.
-    """
-    switch_every: int | None = None
-    """With --method badam: steps for which one block is trained before the next one's turn.
-
-    By default 50.
-    """
-    stream_blocks: bool = False
-    """With --method and no adapter: stream blocks from disk, for a model that is larger than
-    memory. With badam a block is written once, when its turn ends; with other methods each step
-    writes all changed blocks and their optimizer states, and --snapshot-every says how often they
-    are committed, by default at each step. More than 1.2 TB in 1,000 steps have to be allowed by
-    --write-limit-tb.
-    """
-    loss_scaling: bool = False
-    """With --method and no adapter: scale the loss, so that small gradients do not vanish in
-    float16, by the rules of torch.amp.GradScaler. Steps whose gradients overflow are skipped. It
-    takes a second backward pass.
-    """
-    delayed_update: bool = False
-    """With --method adamw and no adapter: change the weights one step late, so that the host
-    updates while the device computes the next step, as ZeRO-Offload does. This is another run:
-    gradients are those of weights one step older.
-    """
-    state_bits: int = 32
-    """With --method adamw and no adapter: 8 keeps the moments in 8 bits, by bitsandbytes'
-    AdamW8bit, in a quarter of the memory.
-    """
-    betas: tuple[float, float] | None = None
-    """With --method adamw: decay rates of the running means of gradients and of their squares; by
-    default 0.9 and 0.999.
-    """
-    momentum: float | None = None
-    """With --method sgd: factor by which the previous change is repeated; by default 0."""
-
     @property
     def optimizer_options(self) -> dict[str, Any]:
         """The options of the method's optimizer that were given, under the names that torch.optim
@@ -396,17 +413,17 @@ class FirstOrderOptions:
         """Whether a step of all parameters sweeps twice: first to measure the gradients of more
         than one segment.
         """
-        return (self.max_grad_norm is not None and self.method != "badam") or self.loss_scaling
+        return (self.max_grad_norm is not None and self.optimizer != "badam") or self.loss_scaling
 
     def block_update(self, *, weight_decay: float, seed: int = 0) -> BlockUpdate:
         """The optimizer of all parameters."""
         from zo2core import Delayed, TorchOptimizer
         from zo2core.optimizers.registry import make_block_update
 
-        assert self.method is not None, "zeroth-order steps have no optimizer"
+        assert self.optimizer is not None, "zeroth-order steps have none"
         options = self.optimizer_options
         update = make_block_update(
-            self.method,
+            self.optimizer,
             weight_decay=weight_decay,
             switch_every=self.switch_every,
             seed=seed,

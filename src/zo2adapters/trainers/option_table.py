@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias, TypeVar, get_args,
 import yaml
 
 from zo2adapters.tasks.registry import names_model_loss
+from zo2adapters.trainers.optimization import ZEROTH_ORDER, MethodName
 from zo2core.errors import OptionError, system_error
 from zo2core.io.durable import open_regular
 from zo2core.ranges import (
@@ -53,12 +54,13 @@ class Effect(NamedTuple):
     """With which methods an option has an effect."""
 
     needs: str  # for messages
-    methods: tuple[OptimizerName | None, ...]  # None: zeroth-order steps
+    methods: tuple[MethodName, ...]
     of_adapters: bool = True  # also where one of these methods trains an adapter
 
-    def applies(self, method: OptimizerName | None, *, trains_adapter: bool) -> bool:
+    def applies(self, method: MethodName, *, trains_adapter: bool) -> bool:
         """Whether the option has an effect on a run."""
-        return method in self.methods and (self.of_adapters or method is None or not trains_adapter)
+        is_any = self.of_adapters or not trains_adapter or method in ZEROTH_ORDER
+        return method in self.methods and is_any
 
 
 class Option(NamedTuple):
@@ -70,13 +72,15 @@ class Option(NamedTuple):
     check: Check | None  # refuses values out of range; None and auto are not checked
 
 
-_GRADIENTS: tuple[OptimizerName, ...] = get_args(OptimizerName)
-_ANY = Effect("any method", (None, *_GRADIENTS))
-_ZEROTH = Effect("no --method", (None,))
-_METHOD = Effect("--method", _GRADIENTS)
-_FULL = Effect("--method and no adapter", _GRADIENTS, of_adapters=False)
-_WRITES = Effect("no adapter", (None, *_GRADIENTS), of_adapters=False)
-_ADAMW = Effect("--method adamw", ("adamw",))
+_METHODS: tuple[MethodName, ...] = get_args(MethodName)
+_OF_ALL: tuple[MethodName, ...] = get_args(OptimizerName)  # train all parameters by gradients
+_ANY = Effect("any method", _METHODS)
+_ZEROTH = Effect("--method zeroth-order or mezo", ("zeroth-order", "mezo"))
+_ESTIMATED = Effect("--method zeroth-order", ("zeroth-order",))
+_GRADIENTS = Effect("a first-order --method", ("lora", *_OF_ALL))
+_FULL = Effect("a first-order --method of all parameters", _OF_ALL, of_adapters=False)
+_WRITES = Effect("a method that changes the weights", _METHODS, of_adapters=False)
+_ADAMW = Effect("--method lora or adamw", ("lora", "adamw"))
 _FULL_ADAMW = Effect("--method adamw and no adapter", ("adamw",), of_adapters=False)
 _SGD = Effect("--method sgd", ("sgd",))
 _BADAM = Effect("--method badam", ("badam",))
@@ -137,12 +141,14 @@ _ROWS: Sequence[tuple[str, str, Change, Effect, Check | None]] = [
     ("method", "state_bits", _NEVER, _FULL_ADAMW, _bits),
     ("method", "betas", _NEVER, _ADAMW, _rates),
     ("method", "momentum", _NEVER, _SGD, _rates),
-    ("method", "max_grad_norm", _NEVER, _METHOD, _number(above=0)),
-    ("method", "estimator fitness per_row guard", _BRANCH, _ZEROTH, None),
+    ("method", "max_grad_norm", _NEVER, _GRADIENTS, _number(above=0)),
+    ("method", "guard", _BRANCH, _ZEROTH, None),
+    ("method", "estimator fitness per_row", _BRANCH, _ESTIMATED, None),
     ("method", "zo_eps", _BRANCH, _ZEROTH, _number(above=0)),
     ("method", "queries", _BRANCH, _ZEROTH, _whole(1, MOST_QUERIES)),
     ("method", "clip_grad clip_median", _BRANCH, _ZEROTH, None),
-    ("method", "noise exact_mezo rank period stack reward", _NEVER, _ZEROTH, None),
+    ("method", "noise rank period stack", _NEVER, _ESTIMATED, None),
+    ("method", "reward", _NEVER, _ZEROTH, None),
     ("method", "max_new_tokens", _NEVER, _ZEROTH, _whole(1)),
     ("method", "temperature top_p", _NEVER, _ZEROTH, None),
     # the system's timers end at some number
@@ -200,14 +206,12 @@ EXCLUDED: Sequence[tuple[str, str, str]] = [
     ("objective", "head", "the model's own loss"),
     ("beta", "head", "the model's own loss"),
     ("reward", "objective", "one objective"),
-    ("reward", "method", "zeroth-order steps; GRPO needs TRL's trainer"),
     ("micro_batch_size", "reward", "none: rows run at a time as memory allows"),
     ("per_row", "objective", "loss, which each row has separately"),
     ("per_row", "pack", "padded rows, whose losses can be told apart"),
     ("per_row", "micro_batch_size", "whole batches"),
     ("pack", "micro_batch_size", "whole batches, because packed rows run together"),
     ("rank", "snapshot_every", "no snapshots, because no weights change"),
-    ("exact_mezo", "rank", "gaussian or rademacher noise, whose factors are drawn in any order"),
     ("delayed_update", "stream_blocks", "none: the host computes all of a step"),
     ("keep_best", "stream_blocks", "none: only the last committed weights are kept"),
     ("device", "stream_blocks", "cpu: blocks are computed on in host memory"),
@@ -320,17 +324,20 @@ def _lacks_needed(name: str, value: str, others: Collection[str]) -> OptionError
 
 
 def _without_effect_on(
-    name: str, value: str, method: str | None, *, trains_adapter: bool
+    name: str, value: str, method: MethodName, *, trains_adapter: bool
 ) -> OptionError:
     """The error about an option that has no effect with a method."""
-    beside = "without --method" if method is None else f"with --method {method}"
-    remedy = "leave one of the two out"
-    if method is None and name == "max_grad_norm":
-        remedy = "pass --method, or --clip-grad, for zeroth-order steps"
+    effect = OPTIONS[name].effect
+    beside = " and an adapter" if trains_adapter and method != "lora" else ""
+    remedy = f"pass --method {effect.methods[0]}, or leave one of the two out"
+    if method in effect.methods:
+        remedy = "leave one of the two out"
+    elif name == "max_grad_norm":
+        remedy = "pass --clip-grad for zeroth-order steps, or another --method"
     return OptionError(
         name,
-        f"{value} {beside}{' and an adapter' if trains_adapter else ''}",
-        f"{OPTIONS[name].effect.needs}: it has no effect otherwise",
+        f"{value} with --method {method}{beside}",
+        f"{effect.needs}: it has no effect otherwise",
         remedy,
     )
 
@@ -436,7 +443,7 @@ def _lowered(value: object) -> str:
 def used_options(options: Mapping[str, Any]) -> dict[str, Any]:
     """The options as JSON by name, without those that have no effect on a run."""
     values = flat(options)
-    method = values.get("method")
+    method: Any = values.get("method")
     trains_adapter = any(values.get(name) is not None for name in ("adapter", "lora_rank"))
 
     # by values, not by methods

@@ -24,7 +24,14 @@ from zo2adapters.tasks.registry import (
 from zo2adapters.tasks.rewards import RewardOptions
 from zo2adapters.tasks.row_options import RowFormat, RowOptions
 from zo2adapters.tasks.row_source import saved_path
-from zo2adapters.trainers.optimization import Decay, FirstOrderOptions, LearningRate, Optimization
+from zo2adapters.trainers.optimization import (
+    DEFAULT_RATES,
+    Decay,
+    LearningRate,
+    MethodName,
+    Optimization,
+    optimizer_of,
+)
 from zo2adapters.trainers.option_table import (
     described,
     filled,
@@ -34,7 +41,7 @@ from zo2adapters.trainers.option_table import (
     require_valid,
 )
 from zo2core.errors import OptionError, without_effect
-from zo2core.ranges import LARGEST_WHOLE, OF_ADAPTERS, OptimizerName, require_number, require_whole
+from zo2core.ranges import LARGEST_WHOLE, OF_ADAPTERS, require_number, require_whole
 
 if TYPE_CHECKING:
     from zo2adapters.models.hf import HFBlockModel  # a command line is read without transformers
@@ -45,6 +52,7 @@ if TYPE_CHECKING:
 # every linear layer before the head and outside experts, and a mixture's experts
 EVERY, EXPERTS = "auto", "experts"
 ALL_LINEAR = "all-linear"  # what peft makes of this name
+LORA_RANK = 8  # by default
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,8 +69,8 @@ class AdapterOptions:
     lora_A for LoRA-FA.
     """
     lora_rank: int | None = None
-    """Train a new LoRA adapter of this rank, such as 8, and only read the weights: peft's
-    LoraConfig(r=8), with initial values from --seed. --adapter takes other configs.
+    """Train a new LoRA adapter of this rank, peft's LoraConfig(r=8). --adapter takes other configs.
+    By default 8 with --method lora, and no adapter with other methods.
     """
     lora_targets: tuple[str, ...] = ()
     """With --lora-rank: names of the layers that get an adapter, such as q_proj v_proj.
@@ -113,17 +121,22 @@ class AdapterOptions:
                 "lora_targets", names, f"{EVERY}, {EVERY} {EXPERTS}, or names of layers", remedy
             )
 
-    def require_method(self, method: OptimizerName) -> None:
+    def require_method(self, method: MethodName) -> None:
         """Refuse a method that does not train adapters beside one."""
-        if method not in OF_ADAPTERS and self.trains_adapter:
+        optimizer = optimizer_of(method)
+        if self.trains_adapter and optimizer is not None and optimizer not in OF_ADAPTERS:
             found = f"{method} with {self.adapter_name}"
-            expected = f"{' or '.join(OF_ADAPTERS)} for an adapter; {method} trains all parameters"
-            raise OptionError(
-                "method",
-                found,
-                expected,
-                f"leave the adapter out, or pass --method {OF_ADAPTERS[0]}",
+            expected = (
+                f"lora, {' or '.join(OF_ADAPTERS)} for an adapter; {method} trains all parameters"
             )
+            remedy = "leave the adapter out, or pass --method lora"
+            raise OptionError("method", found, expected, remedy)
+
+    def of_method(self, method: MethodName) -> Self:
+        """The options with the adapter that the method trains if none is named."""
+        if method != "lora" or self.trains_adapter:
+            return self
+        return replace(self, lora_rank=LORA_RANK)
 
     def without_adapter(self) -> Self:
         """The options of the base alone."""
@@ -177,12 +190,12 @@ TransferName: TypeAlias = Literal[
 HeadName: TypeAlias = Literal["causal-lm", "sequence-classification"]
 
 
-def precision_of_run(precision: PrecisionName, *, exact_mezo: bool, on_cpu: bool) -> PrecisionName:
+def precision_of_run(precision: PrecisionName, *, is_exact: bool, on_cpu: bool) -> PrecisionName:
     """Precision to open a run's model in: auto becomes exact for MeZO's bits, and on a GPU.
 
     Transfers of mixed precision's float32 weights to a GPU would take twice as long.
     """
-    return "exact" if precision == "auto" and (exact_mezo or not on_cpu) else precision
+    return "exact" if precision == "auto" and (is_exact or not on_cpu) else precision
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -205,7 +218,7 @@ class ModelOptions:
     precision: PrecisionName = "auto"
     """exact uses one dtype for weights and computation and rounds as MeZO does: in 16 bits small
     updates are lost. mixed keeps the weights in float32 and computes under autocast. auto is mixed
-    for 16-bit weights on the CPU. It is exact with --rank or --exact-mezo, for a --journal without
+    for 16-bit weights on the CPU. It is exact with --rank or --method mezo, for a --journal without
     its run, and on a GPU, where float32 weights take twice as long to transfer.
     """
 
@@ -335,14 +348,14 @@ class Storage(Resources):
     """
     write_limit_tb: float | None = None
     """Terabytes that 1,000 steps may write, since writing wears disks out. auto obeys this limit; a
-    run with --rank whose finished periods need more writes none of them. With --method and no
-    adapter it limits snapshots.
+    run with --rank whose finished periods need more writes none of them. Where a first-order method
+    trains all parameters, it limits snapshots.
     """
     snapshot_every: int | None = None
     """Largest number of steps that a resumed run has to replay, plus one or two after a crash.
 
-    With --method: steps between two snapshots; by default one a minute is taken, or fewer if they
-    took more than 2 % of the time.
+    With first-order steps: steps between two snapshots; by default one a minute is taken, or fewer
+    if they took more than 2 % of the time.
     """
     activation_memory: str | None = None
     """Memory reserved for activations, such as 1GiB, in host memory on the CPU and in device memory
@@ -400,15 +413,13 @@ class RunOptions:
     steps: int = 1000
     """Training steps.
 
-    Each takes two forward passes per query; with --method the time of three, four for all
-    parameters.
+    Each takes the time of three or four forward passes, or of two per query without gradients.
     """
     seed: int = 0
     """Seed of the order of rows, of random directions, and of the first values of a new adapter."""
     rows: RowOptions = field(default_factory=RowOptions)
     rewards: RewardOptions = field(default_factory=RewardOptions)
     model_options: RunModelOptions = field(default_factory=RunModelOptions)
-    first_order: FirstOrderOptions = field(default_factory=FirstOrderOptions)
     optimization: Optimization = field(default_factory=Optimization)
     batching: Batching = field(default_factory=Batching)
     storage: Storage = field(default_factory=Storage)
@@ -456,7 +467,7 @@ class RunOptions:
             "tensorboard": (self.report_to == "tensorboard", "tensorboard"),
             "wandb": (self.report_to == "wandb", "wandb"),
             "peft": (self.model_options.trains_adapter, "zo2core[peft]"),
-            "bitsandbytes": (self.first_order.state_bits == 8, "bitsandbytes"),
+            "bitsandbytes": (self.optimization.state_bits == 8, "bitsandbytes"),
             "jsonschema": (
                 any(
                     name.file is None and name.name == "json-schema" for name in self.rewards.names
@@ -501,7 +512,7 @@ class RunOptions:
             "rewards": self.rewards.reward or None,
         }
         objective = REWARD if self.rewards.reward else self.objective
-        require_task(objective, rows, used, differentiates=self.first_order.method is not None)
+        require_task(objective, rows, used, differentiates=self.optimization.optimizer is not None)
         if rows is not None and evaluation is not None:
             require_evaluation(rows, evaluation)
 
@@ -531,31 +542,26 @@ class RunOptions:
         require_valid(replace(self, objective=AUTO) if named else self, given=given)
         self.rows.require_valid(takes_labels=self.takes_labels)
         self.model_options.require_valid()
-        trains_adapter, method = self.model_options.trains_adapter, self.first_order.method
-        if self.storage.snapshot_every is not None and trains_adapter and method is None:
+        trains_adapter, method = self.model_options.trains_adapter, self.optimization.method
+        optimizer = self.optimization.optimizer
+        if self.storage.snapshot_every is not None and trains_adapter and optimizer is None:
             expected = "no snapshots, because only parameters in memory change"
-            found = "--snapshot-every without --method"
+            found = f"--snapshot-every with --method {method}"
             raise OptionError(
                 self.model_options.adapter_option, found, expected, "leave one of the two out"
             )
         self._require_storage(given)
-        if method is None:
+        if optimizer is None:
             self.optimization.require_consistent(given=given)
         else:
             self.model_options.require_method(method)
-            size = self.optimization
-            require_number("weight_decay", size.weight_decay, least=0)
-            if size.lr == Optimization.lr:
-                found = f"{size.lr:g}, the default of zeroth-order steps, which is far too small"
-                raise OptionError(
-                    "lr",
-                    found,
-                    f"a learning rate for {method}",
-                    "pass one, such as 2e-4 for adamw, or auto",
-                )
+            require_number("weight_decay", self.optimization.weight_decay, least=0)
+            if self.optimization.lr is None:
+                expected = f"a learning rate for {method}, which has none by default"
+                raise OptionError("lr", "nothing", expected, "pass --lr auto, or such as 1e-5")
         if (
             method == "badam"
-            and self.first_order.stream_blocks
+            and self.optimization.stream_blocks
             and self.storage.snapshot_every is not None
         ):
             found = f"{self.storage.snapshot_every} with --stream-blocks"
@@ -584,6 +590,16 @@ class TrainOptions(RunOptions):
 
     A run that was lengthened has more ``steps``.
     """
+
+    def __post_init__(self) -> None:
+        """Fill in what the method has by default."""
+        method, lr = self.optimization.method, self.optimization.lr
+        model_options = self.model_options.of_method(method)
+        optimization = replace(
+            self.optimization, lr=DEFAULT_RATES.get(method) if lr is None else lr
+        )
+        object.__setattr__(self, "model_options", model_options)
+        object.__setattr__(self, "optimization", optimization)
 
     @property
     def scheduled_steps(self) -> int:
@@ -627,11 +643,11 @@ class TrainOptions(RunOptions):
         on_cpu = self.storage.device == "cpu"
         # Factors and adapters are float32 in either precision.
         exact = (
-            self.optimization.exact_mezo
+            self.optimization.is_exact
             or self.optimization.rank is not None
             or model_options.trains_adapter
         )
-        return precision_of_run(model_options.precision, exact_mezo=exact, on_cpu=on_cpu)
+        return precision_of_run(model_options.precision, is_exact=exact, on_cpu=on_cpu)
 
     def opened(self, directory: Path) -> HFBlockModel:
         """Open the run's model from its directory."""
@@ -740,7 +756,7 @@ def require_shareable(options: TrainOptions) -> None:
         )
         expected = "runs of a causal language model that only read its weights"
         raise OptionError(
-            "runs", found, expected, "pass --rank 8 or --lora-rank 8, or train it alone"
+            "runs", found, expected, "pass --method lora, or --rank 8, or train it alone"
         )
 
 
@@ -754,7 +770,7 @@ def require_tunable(options: TrainOptions, zo_eps: Sequence[float] = ()) -> None
     have.
     """
     decay = options.optimization.decay
-    perturbs = options.first_order.method is None
+    perturbs = options.optimization.optimizer is None
     perturbed = "" if perturbs else ", ".join(map(str, zo_eps))
     apart = "no evaluation, because trials are compared by their training losses"
     for option, found, expected in (
@@ -762,7 +778,7 @@ def require_tunable(options: TrainOptions, zo_eps: Sequence[float] = ()) -> None
         ("eval_split", options.eval_split, apart),
         ("evaluate_every", options.evaluate_every, apart),
         ("decay", None if decay is Decay.CONSTANT else decay.value, _CONSTANT),
-        ("zo_eps_to_try", perturbed or None, "none with --method, which perturbs nothing"),
+        ("zo_eps_to_try", perturbed or None, "none with first-order steps, which perturb nothing"),
     ):
         if found is not None:
             raise without_effect(option, found, expected)

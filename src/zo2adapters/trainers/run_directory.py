@@ -761,7 +761,9 @@ def _varying(options: TrainOptions) -> tuple[dict[str, Any], dict[str, Any]]:
     """What a branch may have otherwise than its parent: evaluations, and the learning-rate
     schedule.
     """
-    trains_all = options.first_order.method is not None and not options.model_options.trains_adapter
+    trains_all = (
+        options.optimization.optimizer is not None and not options.model_options.trains_adapter
+    )
     schedule = {
         # other methods name it beside their own options
         **({"lr": options.optimization.rate} if trains_all else {}),

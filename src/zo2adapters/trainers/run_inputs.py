@@ -391,7 +391,7 @@ class RunInputs:
             for name, value in settings
             if "drop" in name and isinstance(value, float) and value > 0
         ]
-        if options.first_order.method is not None and rates:
+        if options.optimization.optimizer is not None and rates:
             lines.append(
                 f"no dropout: steps run in evaluation mode; {', '.join(rates)} has no effect"
             )

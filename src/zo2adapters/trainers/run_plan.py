@@ -326,7 +326,8 @@ def plan_run(
     speeds = MeasuredSpeeds(model.weights)
     if on_device and (method.has_gradient or runs is not None):
         expected = (
-            "none with --method or --runs, which are planned on the CPU: it has no effect otherwise"
+            "none with first-order steps or --runs, which are planned on the CPU: it has no effect "
+            "otherwise"
         )
         raise OptionError("device_memory", storage.device_memory, expected, "leave it out")
     if runs is not None:
@@ -416,7 +417,7 @@ class _Forecast(NamedTuple):
         activations = self.request.memory.activation_bytes
         turn = update and update.turn
         micro_rows = options.batching.micro_batch_size
-        measures = update is not None and options.first_order.measures_gradients
+        measures = update is not None and options.optimization.measures_gradients
         blocks = sum(not layout.resident for layout in layouts)
         graph, expected = probes.measured_graph_bytes(
             model, method.micro_batches(shapes.largest), shapes.largest.masking
@@ -521,7 +522,7 @@ class _Forecast(NamedTuple):
         request = self.request
         base = base_model(self.options)
         least = request.with_least_activations(in_place=True).memory.activation_bytes
-        has_gradient = options.first_order.method is not None
+        has_gradient = options.optimization.optimizer is not None
         graph = 0
         if has_gradient:
             step = self.shapes.step
@@ -784,7 +785,7 @@ def first_line(options: RunOptions, plan: RunPlan, *, trial_steps: int = 0) -> s
 
 def method_words(options: RunOptions) -> str:
     """The method, what it trains, and its steps."""
-    model, method = options.model_options, options.first_order.method
+    model, method = options.model_options, options.optimization.optimizer
     trained = model.adapter_name or "all parameters"
     if model.adapter:
         trained = f"the adapter {trained}"

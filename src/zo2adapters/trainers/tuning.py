@@ -426,7 +426,7 @@ def _tried(options: TrainOptions) -> TrainOptions:
         keep_best=False,
         samples=0,
         report_to="none",
-        lr=type(options.optimization).lr,
+        lr=None,
         decay=Decay.CONSTANT,
         warmup_steps=0,
     )

@@ -72,7 +72,7 @@ def verify(
     Memory: the whole model twice, and what its steps take. Without a method, steps are MeZO's.
     """
     precision = (
-        precision_of_run(opening.precision, exact_mezo=True, on_cpu=True)
+        precision_of_run(opening.precision, is_exact=True, on_cpu=True)
         if method is None
         else opening.precision
     )
