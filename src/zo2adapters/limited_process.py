@@ -45,6 +45,7 @@ _MEMORY = "it takes more memory than allowed"
 _TEXT = 500  # characters of an error that are passed on
 _LONGEST_WAIT = (1 << 31) - 1  # milliseconds that the system's poll can wait: 24 days
 _ENDING_SECONDS = 10.0  # in which the child ends what the task has started
+_IS_LINUX = sys.platform == "linux"
 _SET_DEATH_SIGNAL, _SET_SUBREAPER = 1, 36  # options of Linux's prctl
 
 
@@ -225,7 +226,7 @@ def _supervise() -> None:
 
 
 def _prctl(option: int, value: int) -> None:
-    if sys.platform == "linux":
+    if _IS_LINUX:
         ctypes.CDLL(None).prctl(option, value, 0, 0, 0)
 
 
@@ -233,7 +234,7 @@ def _descendants(worker: int) -> list[int]:
     """This process's descendants, or the worker's group (negative, for ``kill``) where the system
     does not tell them.
     """
-    if sys.platform != "linux":
+    if not _IS_LINUX:
         return [-worker]
     return [child.pid for child in psutil.Process().children(recursive=True)]
 

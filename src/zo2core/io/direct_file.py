@@ -13,7 +13,6 @@ Large memory has a checksum for each chunk, computed on any thread, and one of t
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import errno
 import mmap
@@ -183,8 +182,7 @@ def anonymous_memory(nbytes: int) -> mmap.mmap:
     than half their rate.
     """
     memory = mmap.mmap(-1, max(nbytes, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    with contextlib.suppress(OSError, AttributeError):  # no huge pages here
-        memory.madvise(mmap.MADV_HUGEPAGE)
+    system_calls.prefer_huge_pages(memory)
     return memory
 
 

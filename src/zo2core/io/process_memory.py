@@ -12,6 +12,8 @@ from pathlib import Path
 
 import psutil
 
+_IS_MACOS = sys.platform == "darwin"
+
 
 @cache
 def _process(number: int) -> psutil.Process:
@@ -29,7 +31,7 @@ def peak_memory() -> int:
         # On Linux, getrusage would include the memory of the process that started this one.
         lines = os.fsdecode(Path("/proc/self/status").read_bytes()).splitlines()
         return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM:"))
-    if sys.platform == "darwin":
+    if _IS_MACOS:
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss  # in bytes there
     return resident_memory()
 

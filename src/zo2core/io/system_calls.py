@@ -4,6 +4,7 @@
 |---|---|---|
 | reading past the page cache | a descriptor with O_DIRECT beside | F_NOCACHE on the only one |
 | dropping what was read from the cache | posix_fadvise | nothing to drop, by F_NOCACHE |
+| huge pages | madvise | nothing |
 | reading ahead | posix_fadvise | what the system reads ahead by itself |
 | durable writes | fsync, fdatasync | F_FULLFSYNC: its fsync leaves bytes in the disk's cache |
 | the processor's name | /proc/cpuinfo | its architecture |
@@ -17,8 +18,10 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
+import mmap
 import os
 import platform
+from collections.abc import Callable
 from pathlib import Path
 
 
@@ -33,9 +36,10 @@ def direct_flag() -> int:
     Raises:
         OSError: ``EINVAL``, as from a file system that refuses it: the system has no such flag.
     """
-    if not hasattr(os, "O_DIRECT"):
+    flag: int | None = getattr(os, "O_DIRECT", None)
+    if flag is None:
         raise OSError(errno.EINVAL, "a system without O_DIRECT")
-    return os.O_DIRECT
+    return flag
 
 
 def leave_uncached(descriptor: int) -> None:
@@ -45,14 +49,27 @@ def leave_uncached(descriptor: int) -> None:
 
 def drop_cached(descriptor: int, offset: int, nbytes: int) -> None:
     """Drop a range of a file from the page cache."""
-    if hasattr(os, "posix_fadvise"):
-        os.posix_fadvise(descriptor, offset, nbytes, os.POSIX_FADV_DONTNEED)
+    _advise(descriptor, offset, nbytes, "POSIX_FADV_DONTNEED")
 
 
 def read_ahead(descriptor: int, offset: int, nbytes: int) -> None:
     """Tell the system that a range of a file will be read soon."""
-    if hasattr(os, "posix_fadvise"):
-        os.posix_fadvise(descriptor, offset, nbytes, os.POSIX_FADV_WILLNEED)
+    _advise(descriptor, offset, nbytes, "POSIX_FADV_WILLNEED")
+
+
+def _advise(descriptor: int, offset: int, nbytes: int, advice: str) -> None:
+    """Tell the system how a range of a file is used, where it listens."""
+    advise: Callable[[int, int, int, int], None] | None = getattr(os, "posix_fadvise", None)
+    if advise is not None:
+        advise(descriptor, offset, nbytes, getattr(os, advice))
+
+
+def prefer_huge_pages(memory: mmap.mmap) -> None:
+    """Ask for huge pages for memory, where the system has them."""
+    advice: int | None = getattr(mmap, "MADV_HUGEPAGE", None)
+    if advice is not None:
+        with contextlib.suppress(OSError):
+            memory.madvise(advice)
 
 
 def sync(descriptor: int) -> None:
