@@ -7,11 +7,15 @@
 #include <stdint.h>
 #include <string.h>
 
-/* CLONES: loops that the compiler vectorises for each of these instruction sets; the loader picks one when the program
- * starts. */
 #if defined(__x86_64__) && defined(__gnu_linux__)
 #define X86
 #include <immintrin.h>
+#endif
+
+/* CLONES: loops that the compiler vectorises for each of these instruction sets; the loader picks one when the program
+ * starts. clang refuses them for functions with a visibility. */
+#if defined(X86) && !defined(__clang__)
+#define HAS_CLONES
 #define CLONES __attribute__((target_clones("avx512f", "avx2", "default")))
 #else
 #define CLONES

@@ -5,7 +5,7 @@
 #include "floats.h"
 
 /* Other clones than the rest: these need fused multiplication and addition, which AVX2 does not imply. */
-#ifdef X86
+#ifdef HAS_CLONES
 #define FUSED_CLONES __attribute__((target_clones("avx512f", "arch=haswell", "default")))
 #else
 #define FUSED_CLONES
@@ -15,9 +15,9 @@ enum { DEEP = 8, ACROSS = 512, HIGH = 2 };
 
 /* Whether the processor multiplies and adds in one instruction: in software it would take a hundred times as long. */
 PUBLIC int zo2core_has_fused_products(void) {
-#ifdef X86
+#ifdef HAS_CLONES
     return __builtin_cpu_supports("avx512f") || (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma"));
-#elif defined(__aarch64__)
+#elif defined(__aarch64__) || defined(__FMA__)
     return 1;
 #else
     return 0;
