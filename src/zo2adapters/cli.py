@@ -54,7 +54,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "push": ("export", "Push"),
     "verify": ("verify", "Verify"),
     "journal": ("journal", "ShowJournal"),
-    "report": ("journal", "Report"),
+    "report": ("report", "Report"),
     "rows": ("evaluate", "WriteRows"),
     "plan": ("train", "Plan"),
     "convert": ("export", "Convert"),

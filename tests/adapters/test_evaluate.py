@@ -25,7 +25,7 @@ from transformers import (
     AutoTokenizer,
 )
 
-from zo2adapters.commands.report import page, read_run
+from zo2adapters.commands.report_page import page, read_run
 from zo2adapters.tasks.row_options import RowOptions
 from zo2adapters.tasks.task import _losses_and_right, f1_of_words, normalized, standard_error
 from zo2adapters.trainers.options import TrainOptions

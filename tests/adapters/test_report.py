@@ -18,7 +18,7 @@ from models import WORDS, save_model, save_tokenizer, small_config
 from runs import rows_of
 
 from zo2adapters.commands.journal import HEAD
-from zo2adapters.commands.report import page, read_run
+from zo2adapters.commands.report_page import page, read_run
 from zo2adapters.trainers import checked_json
 from zo2core import Journal
 

@@ -16,7 +16,7 @@ from command_lines import Ended, done, refusal, run_here
 from profiles import short_first
 from runs import small_run
 
-from zo2adapters.commands.report import page, read_run
+from zo2adapters.commands.report_page import page, read_run
 from zo2adapters.trainers import run_directory
 from zo2adapters.trainers.methods import ZerothOrderRun
 from zo2adapters.trainers.optimization import Decay, Optimization

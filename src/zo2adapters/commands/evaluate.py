@@ -13,7 +13,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, NamedTuple
 
 from zo2adapters.commands.at_step import AtStep
 from zo2adapters.commands.options import Command, Written, text_table
@@ -42,8 +42,6 @@ from zo2core.io.durable import read_regular
 from zo2core.ranges import LARGEST_WHOLE, counted, parse_size, require_whole
 
 if TYPE_CHECKING:
-    from zo2adapters.commands.train import Train
-
     # command lines are parsed without importing transformers
     from zo2adapters.models.hf import HFBlockModel
     from zo2adapters.tasks.rows import Rows
@@ -385,22 +383,27 @@ class WriteRows(Command):
         return {f"{name}.jsonl": b"".join(of_file) for name, of_file in lines.items()}
 
 
-def run_task(command: Train, train: Callable[[Path, Path], object]) -> None:
+class BenchmarkRun(NamedTuple):
+    """What a run on a benchmark has beside the options of other runs."""
+
+    task: str
+    model: str
+    output: Path
+    data: Path | None  # with the benchmark's files
+    shots: int | None
+
+
+def run_task(run: BenchmarkRun, options: RunOptions, train: Callable[[Path, Path], object]) -> None:
     """Write the benchmark's rows, score the model, train it, and score the result.
 
     The rows are in a directory with the run's name and the suffix ``.rows``. Rows left by a process
     that was killed before the run started are reused if they are the same.
     """
-    model = command.model
-    output = command.output
-    task = command.task
-    assert model is not None
-    assert output is not None
-    assert task is not None
+    output = run.output
     rows = output.with_name(f"{output.name}.rows")
     require_new(output)
     writer = WriteRows(
-        task=task, output=rows, data=command.data, shots=command.shots, seed=command.seed
+        task=run.task, output=rows, data=run.data, shots=run.shots, seed=options.seed
     )
     files = writer.files() if rows.is_dir() else {}
     is_there = bool(files) and {path.name for path in rows.iterdir()} == files.keys()
@@ -411,15 +414,15 @@ def run_task(command: Train, train: Callable[[Path, Path], object]) -> None:
     else:
         writer.run()
     try:
-        _score(command, rows / "test.jsonl", "zero-shot")
-        if command.shots is not None:
-            _score(command, rows / "in-context.jsonl", f"with {command.shots} demonstrations")
+        _score(run, options, rows / "test.jsonl", "zero-shot")
+        if run.shots is not None:
+            _score(run, options, rows / "in-context.jsonl", f"with {run.shots} demonstrations")
         train(rows / "train.jsonl", rows / "dev.jsonl")
     except BaseException:  # raised again
         if not is_there and not (output / OPTIONS).exists():
             shutil.rmtree(rows)
         raise
-    _score(command, rows / "test.jsonl", "fine-tuned", exported=output / MODEL)
+    _score(run, options, rows / "test.jsonl", "fine-tuned", exported=output / MODEL)
 
 
 def require_consistent(task: str, options: RunOptions) -> None:
@@ -448,13 +451,20 @@ def require_consistent(task: str, options: RunOptions) -> None:
         )
 
 
-def _score(command: Train, rows: Path, name: str, *, exported: Path | None = None) -> None:
+def _score(
+    run: BenchmarkRun,
+    options: RunOptions,
+    rows: Path,
+    name: str,
+    *,
+    exported: Path | None = None,
+) -> None:
     """Print the score of the model, or of what was exported, on rows."""
-    storage, model_options = command.storage, command.model_options
-    trained = model_options.of_method(command.optimization.method)
+    storage, model_options = options.storage, options.model_options
+    trained = model_options.of_method(options.optimization.method)
     adapter = exported if trained.trains_adapter else None
     whole = exported if adapter is None else None
-    exact = command.optimization.is_exact or command.optimization.rank is not None
+    exact = options.optimization.is_exact or options.optimization.rank is not None
     precision = precision_of_run(
         model_options.precision, is_exact=exact, on_cpu=storage.device == "cpu"
     )
@@ -467,9 +477,9 @@ def _score(command: Train, rows: Path, name: str, *, exported: Path | None = Non
     )
     print(f"{name}: ", end="", flush=True)
     Evaluate(
-        model=command.model if whole is None else str(whole),
+        model=run.model if whole is None else str(whole),
         data=rows,
-        batching=command.batching,
+        batching=options.batching,
         model_options=opening,
         resources=resources,
     ).run()

@@ -26,7 +26,7 @@ from statistics import fmean
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
-from zo2adapters.commands.evaluate import require_consistent, run_task
+from zo2adapters.commands.evaluate import BenchmarkRun, require_consistent, run_task
 from zo2adapters.commands.options import (
     Command,
     parse_command,
@@ -405,8 +405,13 @@ class Train(RunOptions, Command):
 
     def _train_on_benchmark(self) -> None:
         command = replace(self, task=None, shots=None, keep_best=True)
+        assert self.task is not None, "it is what chose this"
+        assert self.model is not None, "the command was checked"
+        assert self.output is not None, "the command was checked"
         run_task(
-            self, lambda rows, evaluation: replace(command, data=rows, evaluation=evaluation).run()
+            BenchmarkRun(self.task, self.model, self.output, self.data, self.shots),
+            self,
+            lambda rows, evaluation: replace(command, data=rows, evaluation=evaluation).run(),
         )
 
     def _train(self, workers: Workers | None) -> None:
