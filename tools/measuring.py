@@ -265,7 +265,7 @@ def memory_of(
 
 
 def lora(rank: int = 8, **given: Any) -> peft.LoraConfig:
-    """LoRA of the projections of queries and values."""
+    """LoRA of the projections of queries and values, unless other targets are given."""
     return peft.LoraConfig(
         **{"r": rank, "lora_alpha": 16, "target_modules": ["q_proj", "v_proj"], **given}
     )

@@ -38,6 +38,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple, Self, cast, get_args
 
+import peft
 import psutil
 import torch
 from make_checkpoint import geometries
@@ -146,6 +147,7 @@ class Side:
         False
     )
     lora_rank: int = 8
+    all_linear: Annotated[bool, "LoRA on all linear layers, not on q_proj and v_proj alone"] = False
     full: Annotated[
         OptimizerName | None, list(get_args(OptimizerName)), "train all parameters by gradients"
     ] = None
@@ -384,7 +386,7 @@ class Measured:
         given: dict[str, Any] = {"precision": side.precision, "transfer_dtype": side.transfer_dtype}
         if seed is not None and (side.lora or side.lora_fa):
             frozen = ("lora_A",) if side.lora_fa else ()
-            given = {"adapter": Adapter(config=lora(side.lora_rank), seed=seed, frozen=frozen)}
+            given = {"adapter": Adapter(config=lora_of(side), seed=seed, frozen=frozen)}
         return slowed(
             open_checkpoint(side.model, dtype=side.dtype, loss_chunk=chunk, **given), side.rate
         )
@@ -559,7 +561,7 @@ class Measured:
         )
         lr, seeds, eps = side.lr or (LORA_LR if side.lora else LR), itertools.count(), 1e-3
         if side.lora_fa and not side.lora:
-            mezo = lora_fa(side.model, lora(side.lora_rank), lr=lr, zo_eps=eps)
+            mezo = lora_fa(side.model, lora_of(side), lr=lr, zo_eps=eps)
             mezo.model.to(device)
             return lambda: Taken(mezo.step(next(batches), next(seeds)).losses)
         self.resident = whole = self.whole(model, device)
@@ -578,7 +580,7 @@ class Measured:
             whole.train()  # what makes transformers checkpoint
         if side.lora:
             first, make = first_values(model, device), partial(optimizer_of(side.lora), lr=lr)
-            step = resident_step(whole, batches, make, config=lora(side.lora_rank), first=first)
+            step = resident_step(whole, batches, make, config=lora_of(side), first=first)
         else:
             step = resident_step(whole, batches, partial(ADAMW, lr=lr))
         return lambda: Taken((step(),))
@@ -672,6 +674,13 @@ def serve(pipe: Connection, side: Side, rank: int, address: str) -> None:
                 "peak_bytes": float(peak_memory()),
             }
             pipe.send(taken._replace(usage=usage))
+
+
+def lora_of(side: Side) -> peft.LoraConfig:
+    """The adapter of a side: on the layers that this model has."""
+    if not side.all_linear:
+        return lora(side.lora_rank)
+    return lora(side.lora_rank, target_modules="all-linear")
 
 
 class SlowHost(TorchOptimizer):
