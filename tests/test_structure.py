@@ -176,27 +176,27 @@ def test_the_default_profile_has_every_value_of_each_parameter(
 # width of a line: what is packed is not smaller. A room that becomes smaller takes its number down;
 # one that has to grow takes it up, with the reason in the commit.
 MOST_NODES = {
-    "zo2adapters": 2406,
-    "zo2adapters/commands": 20384,
+    "zo2adapters": 2407,
+    "zo2adapters/commands": 20492,
     "zo2adapters/edge": 2936,
     "zo2adapters/frameworks": 5935,
     "zo2adapters/models": 40391,
     "zo2adapters/tasks": 24558,
-    "zo2adapters/trainers": 33410,
+    "zo2adapters/trainers": 33694,
     "zo2core": 10823,
     "zo2core/checkpoint": 5093,
     "zo2core/encodings": 5045,
-    "zo2core/estimators": 7188,
-    "zo2core/io": 3038,
+    "zo2core/estimators": 7167,
+    "zo2core/io": 3098,
     "zo2core/journal": 4565,
     "zo2core/kernels": 6008,
-    "zo2core/methods": 4045,
+    "zo2core/methods": 4021,
     "zo2core/optimizers": 3447,
-    "zo2core/planning": 3710,
+    "zo2core/planning": 3718,
     "zo2core/schedulers": 4373,
     "zo2core/sources": 5703,
-    "zo2core/sweep": 13836,
-    "zo2core/workers": 1899,
+    "zo2core/sweep": 13838,
+    "zo2core/workers": 2020,
 }
 MOST_WAYS = 15  # through a function: one, and one for each branch, loop, handler, `and` and `or`
 MOST_PARAMETERS = 8
@@ -212,7 +212,7 @@ HARD_TO_READ = {
         "calls with ** of type Any": 0,
     },
     "zo2adapters": {
-        "functions of more than 15 ways": 1,
+        "functions of more than 15 ways": 2,
         "functions of more than 8 parameters": 7,
         "nested ternaries": 0,
         "unlike values assigned in one line": 0,

@@ -28,6 +28,7 @@ BENCHMARKS = {  # the module of each, in which it has its name
     "rewards": "benches.generation",
     "routed": "benches.generation",
     "stream": "benches.storage",
+    "sums": "benches.sums",
     "train": "benches.runs",
     "tuning": "benches.runs",
     "zo2": "paper.zo2",

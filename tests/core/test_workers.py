@@ -973,8 +973,23 @@ def test_a_run_goes_on_from_the_newest_snapshot_of_any_worker(
     assert all_equal([files(stopped / "0"), files(stopped / "1"), files(whole / "0")])
 
 
+@pytest.mark.parametrize("size", [2, 3, 4])
+@pytest.mark.parametrize("length", [1, 4, 37])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_sums_add_the_workers_in_their_order(size: int, length: int, dtype: torch.dtype) -> None:
+    generator = torch.Generator().manual_seed(length)
+    # of such different sizes that another order has other bits
+    scales = 10.0 ** torch.arange(size)[:, None]
+    tensors = (torch.randn(size, length, generator=generator) * scales).to(dtype)
+    expected = tensors[0].clone()
+    for tensor in tensors[1:]:
+        expected += tensor
+    for total in worked(size, lambda workers: workers.sum_tensors(tensors[workers.rank])):
+        assert torch.equal(total, expected)
+
+
 def test_a_missing_gradient_changes_no_bit_of_the_others() -> None:
-    """Not the sign of a zero either. Parameters of several dtypes lie in one message."""
+    """Not the sign of a zero either, in parameters of several dtypes."""
     gradients: list[list[float | None]] = [
         [None, None, 0.5],
         [-0.0, None, 0.25],

@@ -206,37 +206,31 @@ class AdapterSteps:
 
 
 def add_up(parameters: Sequence[nn.Parameter], workers: Workers) -> None:
-    """Set each parameter's gradient to the sum of all workers', in the order of ranks.
+    """Set each parameter's gradient to the sum of all workers', in the order of ranks; one that no
+    worker has stays None.
 
-    All gradients are exchanged as one tensor of bytes, which ends with a byte for each that says
-    whether it is there.
+    Gradients of one dtype are exchanged as one tensor.
     """
-    # so that offsets are aligned
-    ordered = sorted(parameters, key=lambda parameter: -parameter.element_size())
-    # A gradient that is missing is -0.0, which changes no bit of a sum.
-    own = [
-        torch.full_like(parameter, -0.0) if parameter.grad is None else parameter.grad
-        for parameter in ordered
-    ]
-    present = torch.tensor(
-        [parameter.grad is not None for parameter in ordered],
+    flags = torch.tensor(
+        [parameter.grad is not None for parameter in parameters],
         dtype=torch.uint8,
-        device=own[0].device,
+        device=parameters[0].device,
     )
-    message = torch.cat(
-        [*(gradient.detach().reshape(-1).view(torch.uint8) for gradient in own), present]
-    )
-    sizes = [*(gradient.nbytes for gradient in own), len(own)]
-    *of_parameters, presents = zip(
-        *(torch.split(received, sizes) for received in workers.all_gather_tensors(message)),
-        strict=True,
-    )
-    any_present = torch.stack(presents).any(dim=0).tolist()
-    for parameter, parts, has_gradient in zip(ordered, of_parameters, any_present, strict=True):
-        total, *others = [part.view(parameter.dtype) for part in parts]
-        for other in others:
-            total += other
-        parameter.grad = total.view(parameter.shape).clone() if has_gradient else None
+    any_present = torch.stack(workers.all_gather_tensors(flags)).any(dim=0).tolist()
+    summed = [
+        parameter for parameter, is_there in zip(parameters, any_present, strict=True) if is_there
+    ]
+    for dtype in dict.fromkeys(parameter.dtype for parameter in summed):
+        alike = [parameter for parameter in summed if parameter.dtype is dtype]
+        # A gradient that is missing is -0.0, which changes no bit of a sum.
+        own = [
+            torch.full_like(parameter, -0.0) if parameter.grad is None else parameter.grad
+            for parameter in alike
+        ]
+        total = workers.sum_tensors(torch.cat([gradient.reshape(-1) for gradient in own]))
+        parts = torch.split(total, [parameter.numel() for parameter in alike])
+        for parameter, part in zip(alike, parts, strict=True):
+            parameter.grad = part.view(parameter.shape).clone()
 
 
 class FusedSteps:

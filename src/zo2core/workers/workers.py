@@ -277,6 +277,34 @@ class Workers:
         _connected(lambda: self._open_group().allgather([received], [tensor]).wait())
         return received
 
+    def sum_tensors(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The sum of all workers' tensors, whose elements are added in the order of ranks.
+
+        Each worker adds up one slice and sends the result to all: a worker sends two tensors at
+        most, however many workers there are.
+
+        Args:
+            tensor: 1-D, of the same shape and dtype on all workers, on the CPU or a GPU of this
+                process's own.
+
+        Raises:
+            WorkerError: if a worker has ended, or sends nothing for too long.
+        """
+        if self.size == 1:
+            return tensor
+        width = -(-len(tensor) // self.size)
+        slices = tensor.new_empty(self.size * width)
+        slices[: len(tensor)] = tensor
+        slices[len(tensor) :] = 0
+        received = torch.empty_like(slices)
+        _connected(lambda: self._open_group().alltoall_base(received, slices, [], []).wait())
+        total, *others = received.view(self.size, width)
+        for other in others:
+            total += other
+        sums = list(slices.view(self.size, width).unbind())  # which are no longer needed
+        _connected(lambda: self._open_group().allgather([sums], [total]).wait())
+        return slices[: len(tensor)]
+
     def broadcast(self, content: bytes, owner: int) -> bytes:
         """Return the content that the worker of rank ``owner`` passes.
 
