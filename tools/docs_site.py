@@ -57,7 +57,8 @@ def reference(package: str) -> str:
     for name, module in exported(package).items():
         by_module.setdefault(module, []).append(name)
     parts = [f"# {package}", f"What `from {package} import ...` exports, by module."]
-    for module, names in by_module.items():
+    # modules beside the folders, such as the engine, are what a reader begins with
+    for module, names in sorted(by_module.items(), key=lambda item: item[0].count(".")):
         parts += [f"## {module.removeprefix(package + '.')}"]
         parts += [f"::: {module}.{name}" for name in names]
     return "\n\n".join(parts) + "\n"
