@@ -159,6 +159,7 @@ class OverlappedScheduler:
         self._on_device: dict[int, _DeviceSegment] = {}  # segments that stay, with their bytes
         self._uploaded_early: dict[int, _DeviceSegment] = {}  # uploaded early, for a later visit
         self._pending: deque[_PendingRelease] = deque()
+        self._blocks = len(blocks)
         self._acquired_blocks = 0  # blocks' buckets acquired and not released
 
     def sweep(self, visit: VisitSegment, order: Sequence[int]) -> None:
@@ -168,13 +169,14 @@ class OverlappedScheduler:
         segment: _DeviceSegment | None = None
         try:
             self._source.prefetch(self._not_on_device(upcoming(order, 0)))
-            has_revisits = len(set(order)) < len(order)
+            # not if blocks are visited once, or all of them stay in memory
+            changes_order = len(set(order)) < len(order) and self._source.capacity < self._blocks
             for position, index in enumerate(order):
                 segment = residents.pop(index, None) or self._take_segment(index)
                 coming: list[int] = []
                 if not self._device.in_place:
                     coming = self._upload_ready(order, position)
-                elif has_revisits:  # otherwise the order passed at the beginning still holds
+                elif changes_order:
                     self._source.prefetch(upcoming(order, position + 1))
                 self._visit(visit, segment)
                 visited, segment = segment, None
