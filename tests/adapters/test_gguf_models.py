@@ -149,6 +149,24 @@ def test_every_type_has_the_bits_of_transformers(
     assert_equal_to_whole(save_gguf(tmp_path / "model.gguf", architecture, kinds, **sizes), dtype)
 
 
+@pytest.mark.parametrize(
+    ("kinds", "dtype"),
+    [
+        ("F16", torch.float16),
+        ("BF16", torch.bfloat16),
+        ("F32", torch.float32),
+        ("Q8_0", torch.float32),
+        ({"token_embd": "F16", "": "BF16"}, torch.float32),
+    ],
+)
+def test_the_dtype_is_that_of_all_matrices_or_float32(
+    kinds: Any, dtype: torch.dtype, tmp_path: Path
+) -> None:
+    path = save_gguf(tmp_path / "model.gguf", "llama", kinds)
+    model = open_checkpoint(path, precision="exact")
+    assert {spec.dtype for layout in model.layouts for spec in layout.parameters} == {dtype}
+
+
 def test_biases_of_rotated_heads_are_put_back(tmp_path: Path) -> None:
     path = save_gguf(tmp_path / "model.gguf", "llama", "Q8_0", attention_bias=True)
     with pytest.raises(CheckpointError, match=r"attn_q\.bias"):

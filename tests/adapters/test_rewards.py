@@ -564,6 +564,9 @@ def test_a_run_writes_rewards_and_a_resumed_one_goes_on_with_them(here: Path) ->
     assert all(row.keys() >= MEASURED for row in steps)
     assert all(row["reward"] == pytest.approx(-statistics.fmean(row["losses"])) for row in steps)
     assert len({row["reward"] for row in steps}) > 1
+    for row in steps:  # a step has as many completions as losses, on each of its rows
+        completions = row["generated_tokens"] / row["completion_tokens"]
+        assert completions == len(row["losses"]) * 3, "--batch-size 3"
     assert evaluations[0]["evaluation_drift"] == 0.0 == steps[0]["drift"]
     assert evaluations[-1]["evaluation_reward"] == -evaluations[-1]["evaluation_loss"]
     samples = [json.loads(line) for line in Path("run/samples.jsonl").read_text().splitlines()]
