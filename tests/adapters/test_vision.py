@@ -20,13 +20,18 @@ from transformers import (
     AutoModelForCausalLM,
     AutoModelForImageTextToText,
     Gemma3Config,
+    Idefics3Config,
+    InternVLConfig,
     LlavaConfig,
+    LlavaNextConfig,
     Mistral3Config,
+    PaliGemmaConfig,
     PretrainedConfig,
     Qwen2_5_VLConfig,
     Qwen2VLConfig,
     Qwen3_5Config,
     Qwen3_5MoeConfig,
+    SmolVLMConfig,
 )
 from whole_loops import WholeModel, torch_loop
 
@@ -106,6 +111,42 @@ CONFIGS: dict[str, PretrainedConfig] = {
             "fullatt_block_indexes": [1],
         },
     ),
+    "qwen2_vl": Qwen2VLConfig(
+        **QWEN,
+        vision_config={
+            "depth": 2,
+            "embed_dim": 16,
+            "num_heads": 2,
+            "patch_size": 4,
+            "spatial_merge_size": 2,
+            "hidden_size": 16,
+            "mlp_ratio": 2,
+        },
+    ),
+    "internvl": InternVLConfig(
+        text_config={"model_type": "qwen2", **TEXT},
+        vision_config={**TOWER, "image_size": [8, 8], "patch_size": [4, 4]},
+        image_token_id=IMAGE,
+        downsample_ratio=1.0,
+    ),
+    "idefics3": Idefics3Config(
+        text_config={"model_type": "llama", **TEXT},
+        vision_config=TOWER,
+        image_token_id=IMAGE,
+        scale_factor=1,
+    ),
+    "smolvlm": SmolVLMConfig(
+        text_config={"model_type": "llama", **TEXT},
+        vision_config=TOWER,
+        image_token_id=IMAGE,
+        scale_factor=1,
+    ),
+    "paligemma": PaliGemmaConfig(
+        text_config={"model_type": "gemma", **TEXT},
+        vision_config={"model_type": "siglip_vision_model", **TOWER},
+        image_token_index=IMAGE,
+        projection_dim=16,
+    ),
 }
 FAMILIES = sorted(CONFIGS)
 # models of images and text, of which transformers has a class for text alone
@@ -133,7 +174,7 @@ FOR_TEXT: dict[str, PretrainedConfig] = {
         **{**QWEN, "text_config": {**LINEAR, **EXPERTS}}, vision_config=PATCHES
     ),
 }
-WHOLE = ("qwen2_5_vl",)  # whose images are patches one after the other
+WHOLE = ("qwen2_5_vl", "qwen2_vl")  # whose images are patches one after the other
 
 
 def saved(directory: Path, config: PretrainedConfig, dtype: torch.dtype = torch.float32) -> Path:
@@ -173,7 +214,9 @@ def batch_of(
             "mm_token_type_ids": kinds,
         }
     batch["pixel_values"] = torch.randn(images, 3, 8, 8, generator=generator).to(dtype)
-    if family == "gemma3":
+    if family in ("idefics3", "smolvlm"):  # of each row
+        batch["pixel_values"] = batch["pixel_values"][:, None]
+    if family in ("gemma3", "paligemma"):
         batch["token_type_ids"] = kinds
     if family == "mistral3":
         batch["image_sizes"] = torch.tensor([[8, 8]] * images)
@@ -270,7 +313,7 @@ def test_what_a_batch_holds_is_known_ahead_and_the_tower_runs_once_a_forward(
     [tower] = [
         module
         for name, module in model.skeleton.named_modules()
-        if name in ("model.vision_tower", "model.visual")
+        if name in ("model.vision_tower", "model.visual", "model.vision_model")
     ]
     with Engine(model) as replayer:
         with patch.object(tower, "forward", wraps=tower.forward) as forward:
@@ -283,8 +326,9 @@ def test_what_a_batch_holds_is_known_ahead_and_the_tower_runs_once_a_forward(
             assert held <= model.held_bytes(batch) <= 2 * held
             if images:
                 pixels, patches = batch["pixel_values"], images * (16 if family in WHOLE else 4)
+                feed_forward = 32 if family == "qwen2_vl" else 24
                 assert vision_bytes(model.config, pixels) == pixels.nbytes + patches * 4 * (
-                    8 * 16 + 3 * 24
+                    8 * 16 + 3 * feed_forward
                 )
                 assert model.forward_bytes(batch) >= vision_bytes(model.config, pixels)
 
@@ -292,9 +336,14 @@ def test_what_a_batch_holds_is_known_ahead_and_the_tower_runs_once_a_forward(
 def test_what_is_of_no_use_beside_images_or_was_never_held_against_the_whole_model_is_refused(
     tmp_path: Path,
 ) -> None:
-    config = Qwen2VLConfig(**QWEN, vision_config={**QWEN_TOWER, "embed_dim": 16, "mlp_ratio": 2})
-    with pytest.raises(UnsupportedModelError, match="visual"):
-        open_checkpoint(saved(tmp_path / "qwen2", config))
+    config = LlavaNextConfig(
+        text_config={"model_type": "llama", **TEXT},
+        vision_config={"model_type": "clip_vision_model", "projection_dim": 16, **TOWER},
+        image_token_index=IMAGE,
+        image_grid_pinpoints=[[8, 8]],
+    )
+    with pytest.raises(UnsupportedModelError, match="vision_tower"):
+        open_checkpoint(saved(tmp_path / "next", config))
     base = saved(tmp_path / "base", CONFIGS["llava"])
     with pytest.raises(UnsupportedModelError, match="a prefix on a model that reads images"):
         open_checkpoint(

@@ -471,10 +471,17 @@ _DECLARED = (
     _declared("llama"),
     _declared("qwen2"),  # small sizes tie the head to the embedding
     _declared("qwen3"),
-    _declared("qwen2_5_vl", "model.visual", decoder="model.language_model"),
+    *(
+        _declared(model_type, "model.visual", decoder="model.language_model")
+        for model_type in ("qwen2_vl", "qwen2_5_vl")
+    ),
     *(
         _declared(model_type, *_TOWER, decoder="model.language_model")
-        for model_type in ("gemma3", "llava", "mistral3")
+        for model_type in ("gemma3", "llava", "mistral3", "internvl", "paligemma")
+    ),
+    *(
+        _declared(model_type, "model.vision_model", "model.connector", decoder="model.text_model")
+        for model_type in ("idefics3", "smolvlm")
     ),
 )
 ARCHITECTURES: Mapping[str, Architecture] = {

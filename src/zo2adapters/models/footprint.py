@@ -160,9 +160,15 @@ def loss_bytes(config: PretrainedConfig, tokens: int) -> int:
 def vision_bytes(config: PretrainedConfig, images: torch.Tensor) -> int:
     """Expected peak of a vision tower's forward."""
     tower = config.vision_config
-    hidden = tower.hidden_size
-    patches = len(images) if images.dim() == 2 else images[:, 0].numel() // tower.patch_size**2
-    feed_forward = _largest(tower, "intermediate_size") or 4 * hidden
+    # Qwen2-VL's hidden_size is that of the language model
+    hidden = getattr(tower, "embed_dim", tower.hidden_size)
+    patches = len(images)
+    if images.dim() > 2:
+        sides = tower.patch_size
+        area = math.prod(sides) if isinstance(sides, (list, tuple)) else sides**2
+        patches = images.numel() // (getattr(tower, "num_channels", 3) * area)
+    feed_forward = _largest(tower, "intermediate_size")
+    feed_forward = feed_forward or getattr(tower, "mlp_ratio", 4) * hidden
     return int(images.nbytes + patches * (8 * hidden + 3 * feed_forward) * _itemsize(config))
 
 
