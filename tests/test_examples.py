@@ -2,14 +2,14 @@
 
 import importlib
 import os
-import sys
-from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import psutil
 import pytest
+
+from zo2core.errors import UnsupportedModelError
 
 ROOT = Path(__file__).parent.parent
 EXAMPLES = ROOT / "examples"
@@ -21,11 +21,8 @@ pytestmark = pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing.*")
 
 
 @pytest.fixture(autouse=True)
-def _importable(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def _importable(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(EXAMPLES))
-    yield
-    for name in ("tiny", *(path.stem for path in PROGRAMS)):
-        sys.modules.pop(name, None)
 
 
 def run(name: str, folder: Path) -> Any:
@@ -64,6 +61,15 @@ def test_a_declared_architecture_has_the_losses_of_the_whole_model(tmp_path: Pat
     ours, theirs = run("own_architecture", tmp_path)
     assert len(ours) == 6
     assert ours == theirs
+
+
+def test_an_architecture_whose_config_lacks_a_size_is_refused_by_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    module: Any = importlib.import_module("own_architecture")
+    monkeypatch.delattr(module.MixerConfig, "vocab_size")
+    with pytest.raises(UnsupportedModelError, match="MixerConfig: found no vocab_size; expected"):
+        module.main(tmp_path)
 
 
 def test_an_own_loop_lowers_the_loss(tmp_path: Path) -> None:

@@ -173,6 +173,7 @@ class HFBlockModel:
         head: Head = CAUSAL_LM,
     ) -> None:
         self.config = skeleton.config
+        _require_sizes(skeleton)
         self.layouts = segment_layouts(skeleton, architecture, formats)
         self._precision = formats.precision
         self.autocast = formats.precision.autocast
@@ -946,6 +947,19 @@ def _affects_layers(key: str, value: Any) -> bool:
     raise UnsupportedModelError(
         where, repr(value)[:80], "tensors, which go through the layers one after the other", remedy
     )
+
+
+def _require_sizes(skeleton: PreTrainedModel) -> None:
+    """Refuse an own architecture whose config does not say what batches and plans ask for."""
+    config = skeleton.config.get_text_config()
+    missing = [name for name in ("vocab_size", "hidden_size") if not hasattr(config, name)]
+    if missing:
+        raise UnsupportedModelError(
+            f"the config {type(config).__name__}",
+            f"no {' and no '.join(missing)}",
+            "the number of tokens, vocab_size, and the width of hidden states, hidden_size",
+            "name them so, or map these names to yours by attribute_map of the config's class",
+        )
 
 
 def _require_none_by_config(config: PretrainedConfig, arguments: Mapping[str, Any]) -> None:
