@@ -354,7 +354,6 @@ REFUSED: list[tuple[str, str]] = [
     (f"{TASK} --lr 0", "zo2: --lr: found"),
     (f"{TASK} --evaluation rows.jsonl", "zo2: --evaluation: found"),
     (f"{TASK} --adapter adapter.json", "zo2: --adapter: found"),
-    (f"{TASK} --lora-rank 2", "--lora-rank: found LoRA of rank 2 with --task"),
     (f"{TASK} --head sequence-classification", "zo2: --head: found"),
     (f"{TASK} --objective dpo --beta 0.3", "zo2: --beta: found"),
     (f"{TRAIN} --shots 2", "zo2: --shots: found"),

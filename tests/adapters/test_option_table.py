@@ -1,5 +1,5 @@
-"""The table of options: each option of train has a row, and what a resumed run takes of a command
-follows from it.
+"""The tree of options: each option of train is declared once, and what a resumed run takes of a
+command follows from it.
 """
 
 import json
@@ -24,23 +24,21 @@ from zo2adapters.commands.options import (
     parse_options,
 )
 from zo2adapters.commands.train import Train, arguments_of_recipe
-from zo2adapters.trainers import checked_json, option_table
+from zo2adapters.tasks.option_tree import Change, Option, declared, flag
+from zo2adapters.tasks.option_tree import leaves as leaves_of
+from zo2adapters.trainers import checked_json
 from zo2adapters.trainers.optimization import Noise, Optimization
-from zo2adapters.trainers.option_table import (
-    EXCLUDED,
-    NEEDED,
-    OPTIONS,
-    Change,
-    described,
-    flag,
-    read_recipe,
-    require_unchanged,
-)
+from zo2adapters.trainers.option_checks import EXCLUDED, require_valid
 from zo2adapters.trainers.options import RunOptions, TrainOptions
+from zo2adapters.trainers.recipe import read_recipe, require_unchanged
 from zo2core import Journal
 from zo2core.errors import OptionError
 from zo2core.ranges import EstimatorName, Fitness
 
+OPTIONS: dict[str, Option] = {
+    one.name: one.option for one in declared(Train) if one.option is not None
+}
+NEEDED = [(name, list(option.needs)) for name, option in OPTIONS.items() if option.needs]
 CHANGED: dict[str, tuple[object, object]] = {  # the value on the command line, and in the options
     "steps": (5, 5),
     "keep_best": (True, True),
@@ -172,7 +170,7 @@ def with_values(options: Any, values: dict[str, Any]) -> Any:
 
 
 def require(**values: Any) -> None:
-    option_table.require_valid(with_values(zeroth_order(), values))
+    require_valid(with_values(zeroth_order(), values))
 
 
 def zeroth_order() -> TrainOptions:
@@ -183,7 +181,7 @@ def zeroth_order() -> TrainOptions:
 
 
 def other(name: str) -> Any:
-    defaults = {option: default for option, _, default in option_table.leaves(RunOptions())}
+    defaults = {option: default for option, _, default in leaves_of(RunOptions())}
     if name in OTHER:
         return OTHER[name]
     return not defaults[name] if isinstance(defaults[name], bool) else (defaults[name] or 1) + 1
@@ -226,7 +224,7 @@ def test_what_is_needed_is_named(name: str, needed: list[str]) -> None:
     require(**{name: other(name), needed[0]: other(needed[0])})
 
 
-DEFAULTS = {name: default for _, name, _, default in described(RunOptions())}
+DEFAULTS = {one.name: one.default for one in declared(RunOptions())}
 ASKED = [name for name, default in DEFAULTS.items() if default not in (None, False, ())]
 AT_DEFAULT = [(name, method) for name, method in EFFECTS if name in ASKED]
 AT_DEFAULT += [(name, "zeroth-order") for name, _ in NEEDED if name in ASKED]
@@ -237,9 +235,9 @@ def test_what_is_given_has_an_effect_also_with_the_value_that_it_has_by_default(
     name: str, method: str
 ) -> None:
     options = with_values(zeroth_order(), METHODS[method])
-    option_table.require_valid(options)
+    require_valid(options)
     with pytest.raises(OptionError, match=f"^{name}: found ") as refused:
-        option_table.require_valid(options, given={name})
+        require_valid(options, given={name})
     assert refused.value.remedy.endswith(("leave one of the two out", "leave this out"))
 
 
@@ -495,7 +493,7 @@ def test_a_switch_of_a_recipe_is_a_bool_in_every_spelling(name: str, tmp_path: P
     ):
         recipe.write_text(f"model: base\n{name}: {written}\n")
         command: Train = parse_options("train", Train, arguments_of_recipe(recipe))
-        values = {field: value for field, value, _ in option_table.leaves(command)}
+        values = {field: value for field, value, _ in leaves_of(command)}
         assert values[name] is expected, written
     for written in ("1", "maybe", "[true]", "null", "''", "{on: 1}"):
         recipe.write_text(f"{name}: {written}\n")

@@ -15,6 +15,7 @@ import families
 import formats
 import gpu_day
 import make_chats
+import options_page
 import pytest
 import torch
 from benches.compare import sweeps_of
@@ -426,3 +427,7 @@ def test_what_has_a_result_is_left_out_and_what_fails_is_said(
     assert gpu_day_of(tmp_path).status == 0, "all have a result"
     assert gpu_day_of(tmp_path / "later", "--minutes", "0").status == 0
     assert not any((tmp_path / "later").iterdir())
+
+
+def test_the_page_of_options_is_made_from_their_tree() -> None:
+    assert options_page.PAGE.read_text() == options_page.page(), "python tools/options_page.py"

@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Annotated, ClassVar, Literal, TypeVar
 from zo2adapters.commands.journal import read_journal, require_journal
 from zo2adapters.commands.options import Command, Written
 from zo2adapters.models.model_files import require_model
+from zo2adapters.tasks.option_tree import as_written
 from zo2adapters.trainers.metrics import best_step, untrained_line, verified_base
-from zo2adapters.trainers.option_table import as_written
 from zo2adapters.trainers.options import (
     Resources,
     RunModelOptions,

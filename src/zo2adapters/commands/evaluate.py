@@ -19,7 +19,7 @@ from zo2adapters.commands.at_step import AtStep
 from zo2adapters.commands.options import Command, Written, text_table
 from zo2adapters.tasks.row_options import RowFormat, RowOptions, first_format
 from zo2adapters.trainers.metrics import SharedSweeps, progress_bar, sweep_bars
-from zo2adapters.trainers.option_table import require_valid
+from zo2adapters.trainers.option_checks import require_valid
 from zo2adapters.trainers.options import (
     Batching,
     Resources,

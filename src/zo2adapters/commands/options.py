@@ -15,7 +15,6 @@ import functools
 import inspect
 import itertools
 import json
-import math
 import os
 import re
 import shutil
@@ -27,17 +26,11 @@ from enum import Enum
 from functools import partial
 from pathlib import Path
 from types import NoneType, UnionType
-from typing import Annotated, Any, ClassVar, Literal, NamedTuple, Self, Union, get_args, get_origin
+from typing import Any, ClassVar, Literal, NamedTuple, Self, Union, get_args, get_origin
 
 from zo2adapters.commands.guarded_stream import STREAMS
-from zo2adapters.trainers.option_table import (
-    DECIDING,
-    OPTIONS,
-    SECTIONS,
-    described,
-    filled,
-    yaml_kind,
-)
+from zo2adapters.tasks.option_tree import SECTIONS, Option, declared, filled
+from zo2adapters.trainers.recipe import yaml_kind
 from zo2core.errors import (
     DeviceError,
     JournalError,
@@ -57,6 +50,8 @@ _DESCRIPTION = (
 _KINDS = {int: "INT", float: "FLOAT", str: "TEXT", Path: "PATH"}
 _NUMBERS = {int: "a whole number", float: "a number"}
 _SECTION = re.compile(rf"^--(?:{'|'.join(SECTIONS)})[.]")  # --method.lr is --lr
+# options on which the effects of others depend
+_DECIDING = {"method", "adapter", "lora_rank"}
 _MOST_LISTED = 20  # options that a message lists
 # similarity above which a name is a misspelling; below it, a name contained in the unknown one is
 # better
@@ -161,6 +156,7 @@ class OptionField(NamedTuple):
     default: Any = None  # MISSING: the option is required
     aliases: tuple[str, ...] = ()  # further names, with hyphens
     is_positional: bool = False
+    option: Option | None = None  # what is declared beside it; None: it is no option of a run
 
     @property
     def flags(self) -> tuple[str, ...]:
@@ -219,19 +215,19 @@ def option_fields(command: Any) -> list[OptionField]:
 
 def _fields(command: Any) -> Iterator[OptionField]:
     """Yield the fields of a command and of its groups."""
-    for owner, field, hint, default in described(command):
-        kind, mark = get_args(hint) if get_origin(hint) is Annotated else (hint, None)
-        name, aliases = mark if isinstance(mark, Written) else Written()
-        called = f"--{(name or field).replace('_', '-')}"
+    for one in declared(command):
+        written = next((mark for mark in one.marks if isinstance(mark, Written)), Written())
+        name = written.name or one.name
         yield OptionField(
-            owner,
-            field,
-            name or field,
-            called,
-            kind,
-            default,
-            aliases,
-            is_positional=mark == POSITIONAL,
+            owner=one.owner,
+            field=one.name,
+            name=name,
+            flag=f"--{name.replace('_', '-')}",
+            type=one.type,
+            default=one.default,
+            aliases=written.aliases,
+            is_positional=POSITIONAL in one.marks,
+            option=one.option,
         )
 
 
@@ -271,7 +267,7 @@ def parse_options(
     values, given = _values(name, options, [*recipe, *arguments])
     if recipe:
         _, later = _values(name, options, arguments)
-        given = later if later & set(DECIDING) else given
+        given = later if later & _DECIDING else given
     missing = [
         option._replace(aliases=()).written
         for option in listed
@@ -479,7 +475,7 @@ def recipe_arguments(values: Mapping[Any, object], *, where: str, options: Any) 
     listed = {option.name: option for option in option_fields(options)}
     arguments = list[str]()
     seen = set[str]()
-    for key, value in _flat(values, where):
+    for key, value in _flat(values, where, listed):
         name = str(key).replace("-", "_")
         if name not in listed:
             found = f"the key {str(key)[:80]}"
@@ -558,16 +554,18 @@ def _switched(option: OptionField, key: object, value: object, where: str) -> ob
     return value
 
 
-def _flat(values: Mapping[Any, object], where: str) -> Iterator[tuple[Any, object]]:
+def _flat(
+    values: Mapping[Any, object], where: str, listed: Mapping[str, OptionField]
+) -> Iterator[tuple[Any, object]]:
     """Keys and values of a recipe, which may have them in sections."""
     for key, value in values.items():
         if key not in SECTIONS or not isinstance(value, Mapping):
             yield key, value
             continue
         for name, of_section in value.items():
-            option = OPTIONS.get(str(name).replace("-", "_"))
-            if option is not None and option.section != key:
-                expected = f"it in the section {option.section}"
+            known = listed.get(str(name).replace("-", "_"))
+            if known is not None and known.option is not None and known.option.section != key:
+                expected = f"it in the section {known.option.section}"
                 found = f"{name} in the section {key}"
                 raise OptionError(where, found, expected, "move it there")
             yield name, of_section
@@ -659,48 +657,41 @@ def first_steps() -> str:
 
 
 def command_help(name: str, options: Any, *, lists_all: bool) -> str:
-    """The help of a command."""
+    """The help of a command: the options that most people need, with ``--help-all`` also the
+    others, by sections.
+    """
     listed = option_fields(options)
-    shown = _shown_options(options, listed, lists_all=lists_all)
+    first = options.first_options.split()
+    shown = [one for field in first for one in listed if one.field == field] or listed
+    rest = [one for one in listed if one not in shown]
     lines = [
         f"usage: {_usage(name, options, listed)}",
         "",
         *_wrapped(inspect.getdoc(options) or "", 0),
+        *_option_lines("Options", shown),
     ]
-    rest = len(listed) - len(shown)
-    for owner, group in itertools.groupby(
-        shown, key=lambda option: option.owner if lists_all else options
-    ):
-        lines += ["", "Options" if owner is options else _heading(owner)]
-        for option in group:
-            lines += [f"  {option.written}", *_wrapped(_text(option), _INDENT)]
-    if rest:
-        lines += ["", f"{rest} more options: zo2 {name} --help-all"]
+    if lists_all:
+        for section in SECTIONS:
+            of_section = [one for one in rest if _section_of(one) == section]
+            lines += _option_lines(f"Options of {section}", of_section)
+        others = [one for one in rest if one.option is None]
+        lines += _option_lines("Further options", others)
+    elif rest:
+        lines += ["", f"{len(rest)} more options: zo2 {name} --help-all"]
     return "\n".join(lines)
 
 
-def _shown_options(
-    options: Any, listed: list[OptionField], *, lists_all: bool
-) -> list[OptionField]:
-    """The options that a command's help shows, in order.
-
-    The command's own options come first, and of these the ones that most people need; without
-    ``--help-all`` those alone, if the command names any.
-    """
-    order = {field: index for index, field in enumerate(options.first_options.split())}
-    if order and not lists_all:
-        return [option for field in order for option in listed if option.field == field]
-    return sorted(
-        listed,
-        key=lambda option: (
-            order.get(option.field, len(order)) if option.owner is options else math.inf
-        ),
-    )
+def _option_lines(title: str, group: Sequence[OptionField]) -> list[str]:
+    """The help of a group of options, if it has any."""
+    lines = ["", title] if group else []
+    for option in group:
+        lines += [f"  {option.written}", *_wrapped(_text(option), _INDENT)]
+    return lines
 
 
-def _heading(owner: type) -> str:
-    """The heading of a group of options: the first line of its docstring."""
-    return (inspect.getdoc(owner) or "").partition("\n")[0].rstrip(".")
+def _section_of(option: OptionField) -> str | None:
+    """The section of an option in recipes; None: it is no option of a run."""
+    return None if option.option is None else option.option.section
 
 
 def _usage(name: str, options: Any, listed: list[OptionField]) -> str:
@@ -713,9 +704,14 @@ def _usage(name: str, options: Any, listed: list[OptionField]) -> str:
     return " ".join([*words, "[OPTIONS]"])
 
 
+def documentation(option: OptionField) -> str:
+    """The docstring below an option's field."""
+    return _docstrings_of(option.owner)[option.field]
+
+
 def _text(option: OptionField) -> str:
     """The docstring below an option's field, with its default."""
-    text = " ".join(_docstrings_of(option.owner)[option.field].split())
+    text = " ".join(documentation(option).split())
     default = option.default.value if isinstance(option.default, Enum) else option.default
     if default is MISSING:
         return f"{text} (required)"

@@ -25,7 +25,7 @@ from zo2adapters.trainers.metrics import (
     results_of_row,
     shown_results,
 )
-from zo2adapters.trainers.option_table import used_options
+from zo2adapters.trainers.recipe import used_options
 from zo2adapters.trainers.run_directory import (
     JOURNAL,
     RunDirectory,

@@ -24,7 +24,7 @@ from functools import cached_property, partial
 from pathlib import Path
 from statistics import fmean
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, ClassVar, Self
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Self
 
 from zo2adapters.commands.evaluate import BenchmarkRun, require_consistent, run_task
 from zo2adapters.commands.options import (
@@ -35,10 +35,9 @@ from zo2adapters.commands.options import (
     text_table,
     with_given,
 )
+from zo2adapters.tasks.option_tree import Change, Option, flag
 from zo2adapters.tasks.registry import function_file
 from zo2adapters.trainers.metrics import align_rows, criterion, losses_of
-from zo2adapters.trainers.option_table import OPTIONS as OPTION_ROWS
-from zo2adapters.trainers.option_table import Change, changed, flag, read_recipe, require_unchanged
 from zo2adapters.trainers.options import (
     Execution,
     RunOptions,
@@ -56,6 +55,8 @@ from zo2adapters.trainers.process import (
     return_freed_memory_at_once,
     torchrun_rank,
 )
+from zo2adapters.trainers.recipe import OPTIONS as OPTION_ROWS
+from zo2adapters.trainers.recipe import changed, read_recipe, require_unchanged
 from zo2adapters.trainers.run_directory import (
     CHOICE,
     JOURNAL,
@@ -116,40 +117,40 @@ class Train(RunOptions, Command):
         "model data output method steps lr lora_rank batch_size evaluation memory device resume"
     )
 
-    model: str | None = None
+    model: Annotated[str | None, Option("model", Change.MOVED)] = None
     """Model directory, GGUF file or hub id, or ollama:NAME of ollama's store."""
-    data: Path | None = None
+    data: Annotated[Path | None, Option("data", Change.MOVED)] = None
     """File of rows: JSONL, JSON, CSV or Parquet, a directory that datasets saved, or name:split of
     the hub. Each row has text, or prompt and completion (loss on the completion only), or messages.
     With --task: the directory with the benchmark's files.
     """
-    task: str | None = None
+    task: Annotated[str | None, Option("output", Change.CALL)] = None
     """Benchmark, such as sst2, which is downloaded from the hub unless --data names its files.
 
     Its rows are written to DIR.rows, the model is scored, trained with --keep-best, and scored
     again. zo2 rows lists the benchmarks, and writes the rows alone.
     """
-    shots: int | None = None
+    shots: Annotated[int | None, Option("output", Change.CALL)] = None
     """With --task: number of solved examples before each prompt in one more evaluation before
     training.
     """
-    output: Path | None = None
+    output: Annotated[Path | None, Option("output", Change.CALL)] = None
     """Directory for the run: journal.jsonl, metrics.jsonl and, at the end, model/.
 
     It must be new or empty. Further workers on the same host use DIR.worker-1 and so on.
     """
-    resume: Path | None = None
+    resume: Annotated[Path | None, Option("output", Change.CALL)] = None
     """Directory of a run to continue; the result is that of an uninterrupted one.
 
     Options that do not change it (memory, --trace, ...) may be given, and more --steps if --decay
     is constant; else a new run with --adapter RUN/model goes on from its adapter. --model and
     --data name moved files.
     """
-    from_step: int | None = None
+    from_step: Annotated[int | None, Option("output", Change.CALL)] = None
     """Step to branch from: --output gets a new run, which starts with the steps before this one of
     the run in --resume. It may have other --steps, --lr and the like. This is how steps are undone.
     """
-    runs: Path | None = None
+    runs: Annotated[Path | None, Option("output", Change.CALL)] = None
     """YAML file that trains several runs of one model at once, which share each pass over its
     blocks: a line for each run, such as small: {lr: 1e-4}, with the options in which it differs
     from this command. Each has a directory in --output, and can be continued alone; the same
@@ -421,10 +422,8 @@ class Train(RunOptions, Command):
         first = is_first(workers)
         if options.optimization.optimizer is not None:
             keep_freed_memory(SMALL)
-        method = [self._chosen_method(options)] if first and self.resume is None else []
         chooses = options.optimization.lr == "auto"
         if chooses:
-            tell(*method)
             options = self._with_chosen_rate(options, workers)
         resume = chooses or self.resume is not None
         with self._branching(options, workers):
@@ -442,11 +441,8 @@ class Train(RunOptions, Command):
                 plans=plans,
             )
         with opened as trainer:
-            finished = resume and trainer.engine.version >= options.steps
-            lines = trainer.notices() if chooses else trainer.first_lines()
-            if finished:
-                lines = [f"{options.output} is finished after {counted(options.steps, 'step')}"]
-            tell(*([] if chooses else method), *(lines if first else ()))
+            if first:
+                tell(*self._first_lines(trainer, options, resume=resume, chooses=chooses))
             if keeps_memory(trainer.host_plan):
                 keep_freed_memory()
             elif trainer.is_tight:
@@ -459,6 +455,17 @@ class Train(RunOptions, Command):
             f"model: {exported}\nmetrics: {options.output / METRICS}\njournal: "
             f"{options.output / JOURNAL}"
         )
+
+    def _first_lines(
+        self, trainer: Trainer, options: TrainOptions, *, resume: bool, chooses: bool
+    ) -> list[str]:
+        """Lines to print before the first step; the choice of a rate has said most of them."""
+        if resume and trainer.engine.version >= options.steps:
+            return [f"{options.output} is finished after {counted(options.steps, 'step')}"]
+        if chooses:
+            return trainer.notices()
+        method = [] if resume else [self._chosen_method(options)]
+        return [*method, *trainer.first_lines()]
 
     def _chosen_method(self, options: TrainOptions) -> str:
         """A line that says which method the run has, and why."""
@@ -492,6 +499,8 @@ class Train(RunOptions, Command):
             raise OptionError(
                 "lr", f"auto with {refused}", "a number", "pass the rate that zo2 tune finds"
             )
+        if self.resume is None:
+            tell(self._chosen_method(options))
         try:
             return with_chosen_rate(options, resume=self.resume is not None, announce=tell)
         except KeyboardInterrupt:

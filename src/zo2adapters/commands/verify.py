@@ -8,8 +8,8 @@ from typing import ClassVar, Literal, TypeAlias
 
 from zo2adapters.commands.options import Command
 from zo2adapters.models.model_files import require_model
+from zo2adapters.tasks.option_tree import MOST_ROWS
 from zo2adapters.trainers.optimization import StepSize, optimizer_of
-from zo2adapters.trainers.option_table import MOST_ROWS
 from zo2adapters.trainers.options import AdapterOptions, ModelOptions
 from zo2core.errors import without_effect
 from zo2core.ranges import LARGEST_WHOLE, counted, require_whole

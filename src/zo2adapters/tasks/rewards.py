@@ -10,11 +10,12 @@ import symtable
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 from zo2adapters.limited_process import LimitedProcess, LimitedProcessError
 from zo2adapters.optional_package import optional_package
 from zo2adapters.tasks import reward_program
+from zo2adapters.tasks.option_tree import ZEROTH, Change, Option, number, size, whole
 from zo2core.errors import DataError, OptionError, reason, system_remedy
 from zo2core.io.durable import open_regular
 
@@ -23,6 +24,7 @@ _MOST_NAMES = 12  # that an error lists
 # absolute value of a reward: sums and squares of many have to be finite, in float32 also each of
 # them
 _LARGEST_REWARD = 1e30
+LONGEST_CALL = 1e6  # seconds: the system's timers end at some number
 _CALLS = 64  # calls of a request: a request that fails is repeated call by call, to name the row
 
 
@@ -73,26 +75,37 @@ class RewardName(NamedTuple):
 class RewardOptions:
     """Rewards, and how the completions that they judge are generated."""
 
-    reward: tuple[str, ...] = ()
+    reward: Annotated[tuple[str, ...], Option("method", effect=ZEROTH)] = ()
     """Learn from a number that says how good each completion is that the model writes, instead of
     from the rows' own completions. exact-match, arithmetic, json-schema, regex and length are
     ready; FILE.py:function is a function of the prompt, the completion and the row. Several are
     added; NAME=0.5 gives one a weight. Use it with --estimator es.
     """
-    max_new_tokens: int = 32
+    max_new_tokens: Annotated[
+        int, Option("method", effect=ZEROTH, check=whole(1), needs=("reward",))
+    ] = 32
     """With --reward: most tokens of a completion.
 
     Each takes a pass over the blocks, for all rows together.
     """
-    temperature: float = 0.0
+    temperature: Annotated[float, Option("method", effect=ZEROTH, needs=("reward",))] = 0.0
     """With --reward: temperature at which completions are sampled; 0 takes the likeliest token."""
-    top_p: float = 1.0
+    top_p: Annotated[float, Option("method", effect=ZEROTH, needs=("reward",))] = 1.0
     """With --reward: probability mass of the likeliest tokens that are sampled from."""
-    reward_seconds: float = 5.0
+    reward_seconds: Annotated[
+        float,
+        Option(
+            "method", Change.RESUME, ZEROTH, number(above=0, most=LONGEST_CALL), needs=("reward",)
+        ),
+    ] = 5.0
     """With --reward: most seconds that one call of a reward may take."""
-    reward_memory: str = "1GiB"
+    reward_memory: Annotated[
+        str, Option("method", Change.RESUME, ZEROTH, size, unchecked=(None,), needs=("reward",))
+    ] = "1GiB"
     """With --reward: most memory that the process of the rewards may take."""
-    max_drift: float | None = None
+    max_drift: Annotated[
+        float | None, Option("method", Change.RESUME, ZEROTH, number(above=0), needs=("reward",))
+    ] = None
     """With --reward: end the run if what the base wrote has become less likely than this, in nats a
     token, for the first rows to train on. Every tenth step and every evaluation say how much less
     likely it is.

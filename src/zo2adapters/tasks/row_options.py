@@ -17,8 +17,9 @@ from enum import Enum
 from itertools import takewhile
 from pathlib import Path
 from string import Formatter
-from typing import Any, Literal, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple
 
+from zo2adapters.tasks.option_tree import Option
 from zo2adapters.tasks.row_source import at_row, first_row, parsed_rows, row_error
 from zo2adapters.tasks.row_values import Cell, Row, shown
 from zo2core.errors import DataError, OptionError, without_effect
@@ -110,39 +111,39 @@ class RowFormat(Enum):
 class RowOptions:
     """How the rows of a data file are read."""
 
-    prompt_template: str | None = None
+    prompt_template: Annotated[str | None, Option("data")] = None
     r"""Prompt of each row, with names of columns between braces, such as "Tweet:
     {text}\nSentiment:", where \n is a line break. A space is put before the completion or label,
     unless one of the two has one.
     """
-    text_column: str | None = None
+    text_column: Annotated[str | None, Option("data")] = None
     """Column that has the text, if it is not called text."""
-    prompt_column: str | None = None
+    prompt_column: Annotated[str | None, Option("data")] = None
     """Column that has the prompt, if it is not called prompt."""
-    completion_column: str | None = None
+    completion_column: Annotated[str | None, Option("data")] = None
     """Column that has the completion, if it is not called completion."""
-    label_column: str | None = None
+    label_column: Annotated[str | None, Option("data")] = None
     """Column that has the label, if it is not called label.
 
     For a causal language model, a prompt with a label is a row with candidates: all labels are
     compared.
     """
-    messages_column: str | None = None
+    messages_column: Annotated[str | None, Option("data")] = None
     """Column that has the messages, if it is not called messages."""
-    labels: tuple[str, ...] = ()
+    labels: Annotated[tuple[str, ...], Option("data")] = ()
     """Texts of the labels, such as terrible great; a row names its label by this text or by its
     index from 0. By default the labels are those that occur in the training file.
     """
-    train_on: Literal["answers", "all"] = "answers"
+    train_on: Annotated[Literal["answers", "all"], Option("data")] = "answers"
     """Tokens of messages that are learned: those of the assistant's answers, or all."""
-    too_long: Literal["auto", "cut", "split", "drop", "refuse"] = "auto"
+    too_long: Annotated[Literal["auto", "cut", "split", "drop", "refuse"], Option("data")] = "auto"
     """What happens to rows longer than --sequence-length: cut removes their end, split makes
     several rows of a text, drop leaves them out, refuse stops. auto splits .txt files, cuts other
     texts and completions, and refuses rows with candidates, preferences or answers, which cannot
     be cut.
     """
 
-    rendered_at: str | None = None
+    rendered_at: Annotated[str | None, Option("data")] = None
     """Date and time for chat templates that write them, such as 2026-01-31T12:00:00; by default
     those of the run's start.
     """

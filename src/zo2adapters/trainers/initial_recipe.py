@@ -15,15 +15,16 @@ import yaml
 from zo2adapters.models.architecture import product_seconds
 from zo2adapters.models.checkpoint import resolve_directory
 from zo2adapters.models.hf import HFBlockModel
+from zo2adapters.tasks.option_tree import ZEROTH_ORDER, leaves, plain
 from zo2adapters.tasks.registry import AUTO, MODEL_LOSS, is_differentiable, names_model_loss
 from zo2adapters.tasks.row_options import RowFormat, Survey, survey
 from zo2adapters.tasks.rows import RowReader, Rows
 from zo2adapters.tasks.tokenizer import load_tokenizer
 from zo2adapters.trainers.methods import method_of
-from zo2adapters.trainers.optimization import ZEROTH_ORDER, Decay, Optimization
-from zo2adapters.trainers.option_table import OPTIONS, leaves, plain
+from zo2adapters.trainers.optimization import Decay, Optimization
 from zo2adapters.trainers.options import DEFAULT_LENGTH, EVERY, LORA_RANK, TrainOptions
 from zo2adapters.trainers.probes import hands_over_tensors, require_packable
+from zo2adapters.trainers.recipe import OPTIONS
 from zo2adapters.trainers.run_inputs import RunInputs, dtype_name
 from zo2adapters.trainers.run_plan import RunPlan, duration, plan_of, told_line
 from zo2adapters.trainers.tuning import schedule_of

@@ -10,9 +10,26 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, fields, replace
 from enum import Enum
 from functools import partial
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from zo2adapters.optional_package import optional_package
+from zo2adapters.tasks.option_tree import (
+    ADAMW,
+    BADAM,
+    ESTIMATED,
+    FULL,
+    FULL_ADAMW,
+    GRADIENTS,
+    MOST_QUERIES,
+    SGD,
+    ZEROTH,
+    Change,
+    MethodName,
+    Option,
+    number,
+    rates,
+    whole,
+)
 from zo2core.errors import OptionError
 from zo2core.ranges import EstimatorName, Fitness, OptimizerName, require_number, require_whole
 
@@ -22,10 +39,6 @@ if TYPE_CHECKING:
     from zo2core.estimators.registry import EstimatorClasses
 
 
-MethodName: TypeAlias = Literal[
-    "lora", "adamw", "sgd", "lomo", "adalomo", "badam", "mezo", "zeroth-order"
-]
-ZEROTH_ORDER: tuple[MethodName, ...] = ("mezo", "zeroth-order")
 # learning rates by default, of the methods that have one
 DEFAULT_RATES: Mapping[MethodName, float] = {"lora": 2e-4, "mezo": 1e-6, "zeroth-order": 1e-6}
 
@@ -98,6 +111,11 @@ LARGEST_EPS = 1.0
 _OF_FZOO = "'rademacher', which fzoo requires"
 
 
+def _bits(option: str, value: object) -> None:
+    if value not in (8, 32):
+        raise OptionError(option, repr(value), "8 or 32", "pass one of them")
+
+
 class Noise(Enum):
     """What random directions are drawn from."""
 
@@ -110,18 +128,20 @@ class Noise(Enum):
 class StepSize:
     """How far a step moves the weights."""
 
-    lr: float | Literal["auto"] | None = None
+    lr: Annotated[
+        float | Literal["auto"] | None, Option("schedule", Change.BRANCH, check=number(above=0))
+    ] = None
     """Peak learning rate; auto tries several in short runs before the first step.
 
     By default 2e-4 with lora, and 1e-6 with mezo and zeroth-order, which suits large models. Other
     methods have no default.
     """
-    zo_eps: float = 1e-3
+    zo_eps: Annotated[float, Option("method", Change.BRANCH, ZEROTH, number(above=0))] = 1e-3
     """Perturbation scale.
 
     The loss is evaluated at the weights plus and minus zo_eps times a random direction.
     """
-    weight_decay: float = 0.0
+    weight_decay: Annotated[float, Option("schedule", Change.BRANCH)] = 0.0
     """Weight decay of the optimizer, for all trained parameters.
 
     That of zeroth-order steps is MeZO's, which leaves out biases and layer norms.
@@ -169,106 +189,112 @@ class StepSize:
 class Optimization(StepSize):
     """How a step moves the weights."""
 
-    method: MethodName = "lora"
+    method: Annotated[MethodName, Option("method")] = "lora"
     """What is trained, and how. lora: a new LoRA adapter, by AdamW. adamw, sgd, lomo, adalomo and
     badam: all parameters, by gradients. zeroth-order: all parameters, without gradients; mezo: the
     same with MeZO's bits. All but lomo, adalomo and badam train the adapter of --adapter or
     --lora-rank instead, if there is one.
     """
-    estimator: EstimatorName = EstimatorName.MEZO
+    estimator: Annotated[EstimatorName, Option("method", Change.BRANCH, ESTIMATED)] = (
+        EstimatorName.MEZO
+    )
     """Gradient estimator. mezo evaluates both sides of each direction. fzoo evaluates one side of
     each of several --queries and divides by the standard deviation of their losses; its --lr is
     about the distance that a step moves a weight, such as 1e-5. es, for --reward, evaluates both
     sides of several --queries and compares their losses; its --lr is such a distance, too.
     """
-    fitness: Fitness = Fitness.SCALED
+    fitness: Annotated[Fitness, Option("method", Change.BRANCH, ESTIMATED)] = Fitness.SCALED
     """With --estimator es: how the losses of a step are compared. scaled subtracts their mean and
     divides by their standard deviation; ranks replaces them by their ranks.
     """
-    noise: Noise = Noise.RADEMACHER
+    noise: Annotated[Noise, Option("method", effect=ESTIMATED)] = Noise.RADEMACHER
     """Random directions. mezo draws the same numbers as MeZO; the others are counter-based and much
     faster to draw.
     """
-    queries: int = 1
+    queries: Annotated[int, Option("method", Change.BRANCH, ZEROTH, whole(1, MOST_QUERIES))] = 1
     """Directions per step.
 
     Each adds two forward passes, or one with fzoo, but no transfers. The update along each
     direction uses lr / queries.
     """
-    rank: int | None = None
+    rank: Annotated[int | None, Option("method", effect=ESTIMATED)] = None
     """Perturb by directions of this rank, such as 8, without changing the weights: they are only
     read, the forward passes of a step run as one batch, and updates add up in float32. By default
     directions have full rank and perturb the weights.
     """
-    period: int = 100
+    period: Annotated[int, Option("method", effect=ESTIMATED, needs=("rank",))] = 100
     """With --rank: steps after which the factor that consecutive directions share is drawn anew."""
-    stack: int | None = None
+    stack: Annotated[int | None, Option("method", effect=ESTIMATED, needs=("rank",))] = None
     """With --rank: largest number of evaluations that run as one batch, by default all of a step.
 
     Fewer need less memory.
     """
-    per_row: bool = False
+    per_row: Annotated[bool, Option("method", Change.BRANCH, ESTIMATED)] = False
     """Use a separate direction for each row of a batch, at no more forward passes.
 
     With --queries the rows are divided among so many directions. With --rank all rows run as one
     batch.
     """
-    decay: Decay = Decay.CONSTANT
+    decay: Annotated[Decay, Option("schedule", Change.BRANCH)] = Decay.CONSTANT
     """Shape of the learning rate's decay after the warm-up."""
-    warmup_steps: int = 0
+    warmup_steps: Annotated[int, Option("schedule", Change.BRANCH)] = 0
     """Steps over which the learning rate rises linearly."""
-    clip_grad: float | None = None
+    clip_grad: Annotated[float | None, Option("method", Change.BRANCH, ZEROTH)] = None
     """Clip projected gradients, those of zeroth-order steps, to this absolute value."""
-    clip_median: float | None = None
+    clip_median: Annotated[float | None, Option("method", Change.BRANCH, ZEROTH)] = None
     """Clip projected gradients to this multiple, at least 1, of the median of the last 50 absolute
     values.
     """
-    guard: bool = True
+    guard: Annotated[bool, Option("method", Change.BRANCH, ZEROTH)] = True
     """Skip steps whose losses are far outside the recent range, and stop a run whose loss has
     diverged.
     """
 
-    max_grad_norm: float | None = None
+    max_grad_norm: Annotated[
+        float | None, Option("method", effect=GRADIENTS, check=number(above=0))
+    ] = None
     """With a first-order --method: largest 2-norm of all gradients together; larger ones are scaled
     down to it.
 
     Where all parameters are trained, it takes a second backward pass, except with badam.
     """
-    max_grad_value: float | None = None
+    max_grad_value: Annotated[
+        float | None, Option("method", effect=FULL, check=number(above=0))
+    ] = None
     """With a first-order --method, for all parameters: largest absolute value of a gradient's
     elements; larger ones are cut to it.
     """
-    switch_every: int | None = None
+    switch_every: Annotated[int | None, Option("method", effect=BADAM, check=whole(1))] = None
     """With --method badam: steps for which one block is trained before the next one's turn.
 
     By default 50.
     """
-    stream_blocks: bool = False
+    stream_blocks: Annotated[bool, Option("method", effect=FULL)] = False
     """With a first-order --method and no adapter: stream blocks from disk, for a model that is
     larger than memory. With badam a block is written once, when its turn ends; with other methods
     each step writes all changed blocks and their optimizer states, and --snapshot-every says how
     often they are committed, by default at each step. More than 1.2 TB in 1,000 steps have to be
     allowed by --write-limit-tb.
     """
-    loss_scaling: bool = False
+    loss_scaling: Annotated[bool, Option("method", effect=FULL)] = False
     """With a first-order --method and no adapter: scale the loss, so that small gradients do not
     vanish in float16, by the rules of torch.amp.GradScaler. Steps whose gradients overflow are
     skipped. It takes a second backward pass.
     """
-    delayed_update: bool = False
+    delayed_update: Annotated[bool, Option("method", effect=FULL_ADAMW)] = False
     """With --method adamw and no adapter: change the weights one step late, so that the host
     updates while the device computes the next step, as ZeRO-Offload does. This is another run:
     gradients are those of weights one step older.
     """
-    state_bits: int = 32
+    state_bits: Annotated[int, Option("method", effect=FULL_ADAMW, check=_bits)] = 32
     """With --method adamw and no adapter: 8 keeps the moments in 8 bits, by bitsandbytes'
     AdamW8bit, in a quarter of the memory.
     """
-    betas: tuple[float, float] | None = None
+    betas: Annotated[tuple[float, float] | None, Option("method", effect=ADAMW, check=rates)] = None
     """With --method lora or adamw: decay rates of the running means of gradients and of their
     squares; by default 0.9 and 0.999.
     """
-    momentum: float | None = None
+    momentum: Annotated[float | None, Option("method", effect=SGD, check=rates)] = None
     """With --method sgd: factor by which the previous change is repeated; by default 0."""
 
     @property

@@ -10,10 +10,36 @@ from dataclasses import dataclass, field, replace
 from enum import Enum
 from pathlib import Path
 from types import NoneType, UnionType
-from typing import TYPE_CHECKING, Any, Literal, Self, TypeAlias, Union, get_args, get_origin
+from typing import (
+    TYPE_CHECKING,
+    Annotated,
+    Any,
+    Literal,
+    Self,
+    TypeAlias,
+    Union,
+    get_args,
+    get_origin,
+)
 
 from zo2adapters.models.model_files import saved_model
 from zo2adapters.optional_package import optional_package, require_package
+from zo2adapters.tasks.option_tree import (
+    MOST_ROWS,
+    WRITES,
+    ZEROTH,
+    Change,
+    MethodName,
+    Option,
+    declared,
+    filled,
+    flag,
+    flat,
+    leaves,
+    number,
+    size,
+    whole,
+)
 from zo2adapters.tasks.registry import (
     AUTO,
     REWARD,
@@ -28,18 +54,10 @@ from zo2adapters.trainers.optimization import (
     DEFAULT_RATES,
     Decay,
     LearningRate,
-    MethodName,
     Optimization,
     optimizer_of,
 )
-from zo2adapters.trainers.option_table import (
-    described,
-    filled,
-    flag,
-    flat,
-    leaves,
-    require_valid,
-)
+from zo2adapters.trainers.option_checks import require_valid
 from zo2core.errors import OptionError, without_effect
 from zo2core.ranges import LARGEST_WHOLE, OF_ADAPTERS, require_number, require_whole
 
@@ -59,20 +77,20 @@ LORA_RANK = 8  # by default
 class AdapterOptions:
     """The adapter that is trained instead of the weights."""
 
-    adapter: Path | None = None
+    adapter: Annotated[Path | None, Option("model", Change.MOVED)] = None
     """peft adapter (LoRA, DoRA, prefix tuning) to train instead of the weights, which are then only
     read. Pass a directory with a saved adapter, or an adapter_config.json as peft writes it to
     start a new one. Exports are adapters.
     """
-    adapter_frozen: tuple[str, ...] = ()
+    adapter_frozen: Annotated[tuple[str, ...], Option("model", needs=("adapter", "lora_rank"))] = ()
     """With an adapter: parameters whose names contain one of these parts are not trained, such as
     lora_A for LoRA-FA.
     """
-    lora_rank: int | None = None
+    lora_rank: Annotated[int | None, Option("model", check=whole(1))] = None
     """Train a new LoRA adapter of this rank, peft's LoraConfig(r=8). --adapter takes other configs.
     By default 8 with --method lora, and no adapter with other methods.
     """
-    lora_targets: tuple[str, ...] = ()
+    lora_targets: Annotated[tuple[str, ...], Option("model", needs=("lora_rank",))] = ()
     """With --lora-rank: names of the layers that get an adapter, such as q_proj v_proj.
 
     By default auto, which is every linear layer but the output layer of a language model, and of a
@@ -80,7 +98,7 @@ class AdapterOptions:
     refuses are left out. auto experts is these and the experts. all-linear is what peft makes of
     it: of some mixtures the experts, too.
     """
-    lora_alpha: int | None = None
+    lora_alpha: Annotated[int | None, Option("model", check=whole(1), needs=("lora_rank",))] = None
     """With --lora-rank: peft's lora_alpha, which scales the adapter by alpha / rank.
 
     By default twice the rank.
@@ -202,20 +220,20 @@ def precision_of_run(precision: PrecisionName, *, is_exact: bool, on_cpu: bool) 
 class ModelOptions:
     """How a checkpoint is opened."""
 
-    architecture: Path | None = None
+    architecture: Annotated[Path | None, Option("model", Change.MOVED)] = None
     """JSON file that says where embedding, layers and head are in the model; by default this is
     detected.
     """
-    head: HeadName = "causal-lm"
+    head: Annotated[HeadName, Option("model")] = "causal-lm"
     """Head of the model. sequence-classification trains on rows with text, optionally text_pair,
     and label, which is a class or, for regression, a number.
     """
-    dtype: DtypeName = "auto"
+    dtype: Annotated[DtypeName, Option("model")] = "auto"
     """Dtype of the weights; auto is the checkpoint's dtype.
 
     In mixed precision it is the dtype of the computation, and auto chooses the faster 16-bit dtype.
     """
-    precision: PrecisionName = "auto"
+    precision: Annotated[PrecisionName, Option("model")] = "auto"
     """exact uses one dtype for weights and computation and rounds as MeZO does: in 16 bits small
     updates are lost. mixed keeps the weights in float32 and computes under autocast. auto is mixed
     for 16-bit weights on the CPU. It is exact with --rank or --method mezo, for a --journal without
@@ -227,7 +245,7 @@ class ModelOptions:
 class RunModelOptions(AdapterOptions, ModelOptions):
     """How the checkpoint of a run is opened."""
 
-    transfer_dtype: TransferName = "stored"
+    transfer_dtype: Annotated[TransferName, Option("model", effect=ZEROTH)] = "stored"
     """Dtype in which the layers' matrices are transferred to a GPU in mixed precision.
 
     With fewer bits the host replays updates and nothing is transferred back. With -back the
@@ -268,26 +286,26 @@ DEFAULT_LENGTH = 1024  # longest row in tokens, unless the model's limit is lowe
 class Batching:
     """How rows become batches."""
 
-    batch_size: int = 16
+    batch_size: Annotated[int, Option("data", check=whole(1, MOST_ROWS))] = 16
     """Rows per batch."""
-    micro_batch_size: int | None = None
+    micro_batch_size: Annotated[int | None, Option("data", check=whole(1))] = None
     """Rows that run at a time, if a whole batch does not fit in memory.
 
     Each block is still read once for all rows.
     """
-    loss_chunk: int | None = None
+    loss_chunk: Annotated[int | None, Option("data", check=whole(1))] = None
     """Labelled tokens whose logits are in memory at a time.
 
     By default all tokens of a batch in exact precision, and as many as fit in the CPU's cache in
     mixed precision. It changes only the order in which the loss is summed.
     """
-    pack: bool = False
+    pack: Annotated[bool, Option("data")] = False
     """Concatenate the rows of a batch instead of padding them.
 
     Needs rows of text, the model's own loss, and attention that keeps packed rows apart. It changes
     only the order in which the loss is summed.
     """
-    sequence_length: int | None = None
+    sequence_length: Annotated[int | None, Option("data", check=whole(2))] = None
     """Longest row in tokens; longer rows are cut at the end.
 
     By default 1024, or the model's limit if that is lower.
@@ -319,17 +337,17 @@ TrackerName: TypeAlias = Literal["none", "tensorboard", "wandb"]
 class Resources:
     """Limits on what a process uses of this machine."""
 
-    memory: str = "auto"
+    memory: Annotated[str, Option("memory", Change.RESUME, check=size)] = "auto"
     """Host memory the process may use in total, such as 6GiB; auto uses what is free.
 
     Blocks that do not fit are streamed from disk.
     """
-    device: str = "cpu"
+    device: Annotated[str, Option("memory")] = "cpu"
     """Device to compute on: cpu, cuda or cuda:N.
 
     A resumed run keeps its device, since a GPU rounds differently.
     """
-    device_memory: str = "auto"
+    device_memory: Annotated[str, Option("memory", Change.RESUME, check=size)] = "auto"
     """Device memory the run may use, such as 8GiB; auto uses what is free.
 
     Blocks that fit stay on the device; activations that do not fit are offloaded to host memory.
@@ -340,24 +358,31 @@ class Resources:
 class Storage(Resources):
     """Where the weights are kept, and how often they are written."""
 
-    write_back_every: int | Literal["auto", "never"] = "auto"
+    write_back_every: Annotated[
+        int | Literal["auto", "never"],
+        Option("memory", Change.RESUME, ZEROTH, whole(1, otherwise=", or auto or never")),
+    ] = "auto"
     """Steps between two writes of a block to the run's scratch file; in between, updates are
     replayed. auto measures noise and disk and chooses the longest interval whose replays cost at
     most a tenth of a step. With --rank blocks are never written; auto writes the factors of each
     finished period, never does not.
     """
-    write_limit_tb: float | None = None
+    write_limit_tb: Annotated[
+        float | None, Option("memory", Change.RESUME, WRITES, number(above=0))
+    ] = None
     """Terabytes that 1,000 steps may write, since writing wears disks out. auto obeys this limit; a
     run with --rank whose finished periods need more writes none of them. Where a first-order method
     trains all parameters, it limits snapshots.
     """
-    snapshot_every: int | None = None
+    snapshot_every: Annotated[int | None, Option("memory", Change.RESUME, check=whole(1))] = None
     """Largest number of steps that a resumed run has to replay, plus one or two after a crash.
 
     With first-order steps: steps between two snapshots; by default one a minute is taken, or fewer
     if they took more than 2 % of the time.
     """
-    activation_memory: str | None = None
+    activation_memory: Annotated[
+        str | None, Option("memory", Change.RESUME, check=size, unchecked=(None,))
+    ] = None
     """Memory reserved for activations, such as 1GiB, in host memory on the CPU and in device memory
     on a GPU. Evaluations process as many batches in a pass over the blocks as fit in it. By default
     it is what a step needs.
@@ -371,11 +396,11 @@ class Execution:
     The result has the same bits, so a resumed run may change these.
     """
 
-    trace: Path | None = None
+    trace: Annotated[Path | None, Option("output", Change.CALL)] = None
     """New file for a timeline of every pass over the blocks, for ui.perfetto.dev: when the run
     read, transferred, computed and wrote, and how many bytes.
     """
-    verify_base: bool = False
+    verify_base: Annotated[bool, Option("output", Change.CALL)] = False
     """Read the whole base checkpoint before the first step, and compare it with the digests in the
     journal.
     """
@@ -385,18 +410,24 @@ class Execution:
 class RunOptions:
     """Optional settings of a fine-tuning run."""
 
-    evaluation: Path | None = None
+    evaluation: Annotated[Path | None, Option("evaluation", Change.MOVED)] = None
     """File to evaluate on, before the first step and after the last one."""
-    eval_split: float | None = None
+    eval_split: Annotated[
+        float | None,
+        Option("evaluation", check=number(above=0, below=1, remedy="pass a share such as 0.1")),
+    ] = None
     """Share of the training rows, such as 0.1, that is evaluated on instead of trained on."""
-    evaluate_every: int | None = None
+    evaluate_every: Annotated[
+        int | None,
+        Option("evaluation", Change.BRANCH, check=whole(1), needs=("evaluation", "eval_split")),
+    ] = None
     """Steps between two evaluations."""
-    samples: int = 0
+    samples: Annotated[int, Option("evaluation", check=whole(0, MOST_ROWS))] = 0
     """Number of rows whose prompts the model answers before and after training: the first rows to
     evaluate on or, without these, to train on. The answers are in samples.jsonl, and zo2 report
     shows them; each token takes a pass over the blocks.
     """
-    objective: str = AUTO
+    objective: Annotated[str, Option("method")] = AUTO
     """Objective to minimize. loss is the model's own loss, for rows with candidates that of the
     right one. For these, too: choice-loss is MeZO's loss over the candidates, accuracy and f1 have
     no gradient. For rows with chosen and rejected completions: dpo, with the base model as
@@ -404,18 +435,20 @@ class RunOptions:
     FILE.py:function is a function of the model and a batch. auto is choice-loss for rows with
     candidates, dpo for preferences, and loss otherwise.
     """
-    beta: float | None = None
+    beta: Annotated[float | None, Option("method", check=number(above=0))] = None
     """With --objective dpo: strength of the penalty for leaving the base, by default 0.1."""
-    keep_best: bool = False
+    keep_best: Annotated[
+        bool, Option("output", Change.RESUME, needs=("evaluation", "eval_split"))
+    ] = False
     """Export the model of the step with the best evaluation instead of the last step's."""
-    report_to: TrackerName = "none"
+    report_to: Annotated[TrackerName, Option("output", Change.RESUME)] = "none"
     """Tracker that also gets the rows of metrics.jsonl: tensorboard or wandb, if installed."""
-    steps: int = 1000
+    steps: Annotated[int, Option("schedule", Change.RESUME, check=whole(1))] = 1000
     """Training steps.
 
     Each takes the time of three or four forward passes, or of two per query without gradients.
     """
-    seed: int = 0
+    seed: Annotated[int, Option("schedule", check=whole(-LARGEST_WHOLE))] = 0
     """Seed of the order of rows, of random directions, and of the first values of a new adapter."""
     rows: RowOptions = field(default_factory=RowOptions)
     rewards: RewardOptions = field(default_factory=RewardOptions)
@@ -574,13 +607,13 @@ class RunOptions:
 class TrainOptions(RunOptions):
     """All options of a fine-tuning run."""
 
-    model: str
+    model: Annotated[str, Option("model", Change.MOVED)]
     """Model directory, GGUF file or hub id, or ollama:NAME of ollama's store."""
-    data: Path
+    data: Annotated[Path, Option("data", Change.MOVED)]
     """File of rows, each of which has text, or prompt and completion (loss on the completion only),
     or messages.
     """
-    output: Path
+    output: Annotated[Path, Option("output", Change.CALL)]
     """Directory for the run: journal.jsonl, metrics.jsonl and, at the end, model/.
 
     It must be new or empty.
@@ -728,7 +761,7 @@ class TrainOptions(RunOptions):
     def from_json(cls, values: dict[str, Any], output: Path) -> TrainOptions:
         """Convert the values of ``to_json`` back to options."""
         given = {**flat(values), "output": str(output)}
-        hints = {name: hint for _, name, hint, _ in described(cls)}
+        hints = {one.name: one.type for one in declared(cls)}
         options: TrainOptions = filled(
             cls, {name: _value(given[name], hint, name) for name, hint in hints.items()}
         )

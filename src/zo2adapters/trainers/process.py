@@ -15,9 +15,9 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
-from zo2adapters.trainers.option_table import flag, leaves, plain
+from zo2adapters.tasks.option_tree import Change, Option, flag, leaves, plain
 from zo2core.errors import OptionError, WorkerError, without_effect
 from zo2core.io.process_memory import set_malloc
 from zo2core.ranges import require_whole
@@ -35,7 +35,7 @@ _SHARE = 0.9  # share of the free memory that the workers of a host use together
 class WorkerOptions:
     """How workers that torchrun started share the work."""
 
-    split: str = "auto"
+    split: Annotated[str, Option("output", Change.CALL)] = "auto"
     """How workers split a step: by directions, by rows, or by both, such as 2x3 for two groups of
     directions with three workers each that split the rows. auto minimizes the work of the busiest
     worker. Splitting by directions gives exactly the result of one worker.

@@ -32,9 +32,9 @@ from zo2adapters.tasks.registry import function_file, names_model_loss
 from zo2adapters.tasks.row_source import file_sha256, saved_path
 from zo2adapters.trainers import checked_json
 from zo2adapters.trainers.metrics import Row, align_rows
-from zo2adapters.trainers.option_table import RECIPE, recipe_text
 from zo2adapters.trainers.options import TrainOptions
 from zo2adapters.trainers.process import torchrun_rank
+from zo2adapters.trainers.recipe import RECIPE, recipe_text
 from zo2core.checkpoint.unused import refuse_used
 from zo2core.errors import (
     DataError,
