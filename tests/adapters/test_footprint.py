@@ -39,6 +39,7 @@ from zo2adapters.models.hf import HFBlockModel
 from zo2adapters.tasks.generation import STREAM, NextToken
 from zo2adapters.tasks.objectives import ChoiceLoss, LogLikelihood
 from zo2adapters.tasks.rows import choice_batch
+from zo2adapters.trainers import probes
 from zo2adapters.trainers.methods import StepMemory, method_of
 from zo2adapters.trainers.metrics import progress
 from zo2adapters.trainers.optimization import Optimization
@@ -66,6 +67,7 @@ from zo2core.errors import OptionError, UnsupportedModelError
 from zo2core.io.process_memory import peak_memory
 from zo2core.planning.memory import MemoryPart, free_memory
 from zo2core.ranges import OptimizerName
+from zo2core.sweep.gradient_visitor import KeptSize
 
 WINDOW = {"use_sliding_window": True, "sliding_window": 3, "max_window_layers": 1}
 SHAPES: dict[str, PretrainedConfig] = {
@@ -615,3 +617,13 @@ def test_the_command_alone_keeps_memory_and_plans_it(
     reserved = activation_bytes(model.config, 2, 8, measured=peaks.forward)
     assert planned.host_plan.parts[-1] == MemoryPart(KEPT, reserved)
     assert KEPT in planned.table()
+
+
+@pytest.mark.parametrize(("of_token", "of_pair"), [(6.0, 0.0), (0.0, 2.0), (6.0, 2.0)])
+def test_activations_of_longer_rows_follow_from_two_short_ones(
+    of_token: float, of_pair: float
+) -> None:
+    def kept(tokens: int) -> KeptSize:
+        return KeptSize(of_token * tokens + of_pair * tokens**2, on_host=True)
+
+    assert probes._of_length(1000, 64, kept(32), kept(64)) == pytest.approx(kept(1000).nbytes)

@@ -56,7 +56,7 @@ from zo2core.errors import (
 from zo2core.methods.first_order import segment_gradient_bytes, trained_bytes
 from zo2core.optimizers.loss_scaling import LossScale
 from zo2core.optimizers.registry import make_block_update
-from zo2core.optimizers.states import _Zeros, copied_state, state_bytes
+from zo2core.optimizers.states import _StatesFromZero, copied_state, state_bytes
 from zo2core.protocols import UpdateInputs
 from zo2core.sweep.fused_step import FusedStep, GradientLimits
 from zo2core.sweep.trained_weights import StoredWeights
@@ -790,13 +790,13 @@ def test_first_states_are_taken_over_and_not_copied(
 ) -> None:
     """Copies would take the memory of the largest segment's states twice."""
     made: list[str] = []
-    real = _Zeros.__missing__
+    real = _StatesFromZero.__missing__
 
-    def missing(self: _Zeros, name: str) -> torch.Tensor:
+    def missing(self: _StatesFromZero, name: str) -> torch.Tensor:
         made.append(name)
         return real(self, name)
 
-    monkeypatch.setattr(_Zeros, "__missing__", missing)
+    monkeypatch.setattr(_StatesFromZero, "__missing__", missing)
     with engine_of(base, case) as engine:
         for _ in range(2 * EVERY):
             engine.step(BATCH)
@@ -828,7 +828,7 @@ def test_an_optimizer_that_is_named_has_the_options_that_it_was_given(
 ) -> None:
     update = make_block_update(name, weight_decay=0.1, options=options)
     specs = (ParameterSpec("w", (4, 3), torch.float32, 0, decays=True),)
-    states = _Zeros(update.states(BlockLayout("block", SegmentKind.BLOCK, specs)))
+    states = _StatesFromZero(update.states(BlockLayout("block", SegmentKind.BLOCK, specs)))
     weight = torch.randn(4, 3, generator=torch.Generator().manual_seed(0))
     whole = torch.nn.Parameter(weight.clone())
     optimizer = make([whole], lr=0.25, weight_decay=0.1, fused=True, **options)
@@ -837,6 +837,22 @@ def test_an_optimizer_that_is_named_has_the_options_that_it_was_given(
         optimizer.step()
         update.apply(UpdateInputs(0, {"w": weight}, {"w": whole.grad}, states, step=step, lr=0.25))
         assert torch.equal(weight, whole.detach())
+
+
+@pytest.mark.parametrize(
+    ("shape", "states"),
+    [
+        ((5,), {"w": (5,)}),
+        ((3, 4), {"rows": (3,), "columns": (4,)}),
+        ((2, 3, 4), {"rows": (2, 3), "columns": (2, 4)}),  # experts: each has its own
+    ],
+)
+def test_adalomo_keeps_a_row_and_a_column_of_each_matrix(
+    shape: tuple[int, ...], states: dict[str, tuple[int, ...]]
+) -> None:
+    spec = ParameterSpec("w", shape, torch.float32, 0, decays=True)
+    kept = AdaLOMO().states(BlockLayout("block", SegmentKind.BLOCK, (spec,)))
+    assert sorted(state.shape for state in kept) == sorted(states.values())
 
 
 class _LargestTensors(TorchDispatchMode):  # type: ignore[no-untyped-call]

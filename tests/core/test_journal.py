@@ -44,7 +44,7 @@ from zo2core.encodings.forms import Int8Rows, NF4Blocks
 from zo2core.errors import JournalError, OptionError
 from zo2core.estimators.noise import TorchGenerator, drawing_fingerprint
 from zo2core.journal.journal import copy_journal
-from zo2core.journal.records import digest
+from zo2core.journal.records import differences, digest
 
 HEADER = {"base": "b", "noise": "n"}
 DIGESTS = {"embedding": "0a1b", "block 0": "2c3d"}
@@ -531,6 +531,30 @@ def example(tmp_path_factory: pytest.TempPathFactory) -> tuple[bytes, list[Updat
 
 PROFILE = settings.default
 assert PROFILE is not None
+
+
+SCHEDULES = {
+    "a field": ("Steps(at=10, gamma=0.5)", "Steps(at=20, gamma=0.5)", ("lr.at 10", "lr.at 20")),
+    "a member of an enumeration": (
+        "Steps(kind=<Kind.LINEAR: 'linear'>)",
+        "Steps(kind=<Kind.COSINE: 'cosine'>)",
+        ("lr.kind 'linear'", "lr.kind 'cosine'"),
+    ),
+    "an item behind a comma": (
+        "Steps(at=(10, 20), gamma=0.5)",
+        "Steps(at=(10, 30), gamma=0.5)",
+        ("lr 'Steps(at=(10, 20), gamma=0.5)'", "lr 'Steps(at=(10, 30), gamma=0.5)'"),
+    ),
+    "the class": ("Steps(at=10)", "Cosine(at=10)", ("lr 'Steps(at=10)'", "lr 'Cosine(at=10)'")),
+}
+
+
+@pytest.mark.parametrize(("journal", "run", "told"), SCHEDULES.values(), ids=SCHEDULES)
+def test_schedules_that_differ_in_anything_are_told_by_what_differs(
+    journal: str, run: str, told: tuple[str, str]
+) -> None:
+    assert differences({"lr": journal}, {"lr": journal}) is None
+    assert differences({"lr": journal}, {"lr": run}) == told
 
 
 @settings(max_examples=PROFILE.max_examples * 5 // 2)  # they are small

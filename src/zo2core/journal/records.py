@@ -1,7 +1,8 @@
 """Records of the journal, as they are in its file.
 
-The first is the header (format version and identity of the run), each further one a step, digests
-of the base's bytes, or the result of an evaluation. The steps of a zeroth-order run are updates,
+The first is the header (format version and identity of the run). Each further one is a step,
+digests of the bytes of the base (the weights before training), the result of an evaluation, or what
+a step has measured beside its losses. The steps of a zeroth-order run are updates,
 which can be replayed. Those of a first-order run, whose header has a `method`, are commits, which
 cannot.
 """
@@ -142,12 +143,39 @@ def differences(theirs: Header, ours: Header) -> tuple[str, str] | None:
         _leaves({key: header[key] for key in compared if key in header})
         for header in (theirs, ours)
     )
-    keys = [
+    different = _different_keys(journal, run)
+    if not different:
+        return None
+    for key in different:
+        _tell_fields(journal, run, key)
+    keys = _different_keys(journal, run)
+    return _listed(journal, keys), _listed(run, keys)
+
+
+def _different_keys(journal: Mapping[str, Any], run: Mapping[str, Any]) -> list[str]:
+    return [
         key
         for key in sorted({*journal, *run})
         if not _same(journal.get(key, _ABSENT), run.get(key, _ABSENT))
     ]
-    return (_listed(journal, keys), _listed(run, keys)) if keys else None
+
+
+def _tell_fields(journal: dict[str, Any], run: dict[str, Any], key: str) -> None:
+    """Put the fields of two objects of one class, such as schedules, in place of their reprs, if
+    that shows a difference.
+    """
+    fields_of_both = []
+    for leaves in (journal, run):
+        match = _REPR.fullmatch(str(leaves.get(key)))
+        if match is None:
+            return
+        fields_of_both.append((match[1], dict(_FIELD.findall(match[2]))))
+    (name, first), (other_name, second) = fields_of_both
+    if name != other_name or first == second:
+        return
+    for leaves, texts in ((journal, first), (run, second)):
+        del leaves[key]
+        leaves |= {f"{key}.{field}": _of_repr(text) for field, text in texts.items()}
 
 
 def digest(parameters: Iterable[ParameterSpec]) -> str:
@@ -170,10 +198,9 @@ def digest(parameters: Iterable[ParameterSpec]) -> str:
     return hashlib.sha256(json.dumps(listed).encode()).hexdigest()
 
 
-_REPR = re.compile(r"[A-Z]\w*\((\w+=.+)\)")  # of a dataclass
-_FIELD = re.compile(
-    r"(\w+)=(?:<[^:>]*: )?([^,>]+)>?"
-)  # of a repr; of an enumeration's member the value
+_REPR = re.compile(r"([A-Z]\w*)\((\w+=.+)\)")  # of a dataclass: its class and its fields
+# ``name=value`` pairs of a dataclass's repr, up to a comma; of ``<Kind.NAME: value>`` the value
+_FIELD = re.compile(r"(\w+)=(?:<[^:>]*: )?([^,>]+)>?")
 
 
 def _leaves(value: object, path: str = "", depth: int = 0) -> dict[str, Any]:
@@ -186,9 +213,6 @@ def _leaves(value: object, path: str = "", depth: int = 0) -> dict[str, Any]:
         items: Iterable[tuple[object, object]] = value.items()
     elif isinstance(value, list) and value:
         items = enumerate(value)
-    elif isinstance(value, str) and (fields := _REPR.fullmatch(value)):
-        # of a schedule: what differs in it is told, not the whole
-        items = [(name, _of_repr(text)) for name, text in _FIELD.findall(fields[1])]
     else:
         return {path: value}
     leaves: dict[str, Any] = {}
@@ -263,7 +287,13 @@ def encode_results(kind: str, step: int, values: Mapping[str, float]) -> durable
 def decode_results(
     kind: str, record: durable.Record, version: int
 ) -> tuple[int, Mapping[str, float]]:
-    """Number of updates in the weights of the results, and the results by name."""
+    """The step whose weights gave the results, and the results by name.
+
+    Args:
+        kind: ``EVALUATION`` or ``MEASURED``.
+        record: The record.
+        version: Number of steps taken, which the step does not exceed.
+    """
     result = record[kind]
     if len(record) != 1 or not isinstance(result, dict):
         raise ImpossibleRecordError(

@@ -18,8 +18,8 @@ from zo2core.protocols import BlockUpdate, Store
 from zo2core.types import BlockLayout, StateSpec
 
 
-class _Zeros(dict[str, torch.Tensor]):
-    """States that are zero, and take memory only once they are asked for."""
+class _StatesFromZero(dict[str, torch.Tensor]):
+    """States by name, each of which is made as zeros when it is first asked for."""
 
     def __init__(self, specs: Sequence[StateSpec]) -> None:
         super().__init__()
@@ -37,10 +37,14 @@ class StateMemory:
     def __init__(self, update: BlockUpdate, layouts: Sequence[BlockLayout]) -> None:
         self._turn = update.turn
         self._specs = [update.states(layout) for layout in layouts]
-        self._states: dict[int, _Zeros] = {}  # by segment
+        self._states: dict[int, _StatesFromZero] = {}  # by segment
 
     def begin(self, step: int) -> None:
-        """Forget the states that do not outlive the turn before this 0-based step."""
+        """Forget all states if a turn begins at this 0-based step.
+
+        A turn is the ``update.turn`` steps for which one segment is trained; None: states are never
+        forgotten.
+        """
         if self._turn is not None and step % self._turn == 0:
             self._states.clear()
 
@@ -49,7 +53,7 @@ class StateMemory:
 
         See ``BlockUpdate.apply``.
         """
-        return self._states.setdefault(segment, _Zeros(self._specs[segment]))
+        return self._states.setdefault(segment, _StatesFromZero(self._specs[segment]))
 
     def state_dict(self) -> dict[int, dict[str, torch.Tensor]]:
         """The states by segment and name, which are not copied."""
@@ -57,13 +61,14 @@ class StateMemory:
 
     def load_state_dict(self, state: Mapping[int, Mapping[str, torch.Tensor]]) -> None:
         """Continue with copies of these states."""
-        loaded: dict[int, _Zeros] = {}
+        loaded: dict[int, _StatesFromZero] = {}
         if not isinstance(state, Mapping):
             raise unusable_state(f"a {type(state).__name__} as optimizer states")
         for segment, states in state.items():
-            if segment not in range(len(self._specs)) or not isinstance(states, Mapping):
+            is_segment = type(segment) is int and segment in range(len(self._specs))
+            if not is_segment or not isinstance(states, Mapping):
                 raise unusable_state(f"optimizer states of segment {segment}")
-            of_segment = loaded[segment] = _Zeros(self._specs[segment])
+            of_segment = loaded[segment] = _StatesFromZero(self._specs[segment])
             for name, value in states.items():
                 spec = of_segment.specs.get(name)
                 if spec is None or form_of(value) != (spec.shape, spec.stored_dtype):

@@ -89,7 +89,8 @@ class OffloadTarget(Protocol[MemoryT]):
     def send(self, use: Use, storages: list[MemoryT]) -> Transit:
         """Start moving bytes out of storages, and free these.
 
-        The list gets those into which they come back.
+        The list is changed in place: once the transit's ``result`` was called, it holds the
+        storages that ``bring`` fills, which may be new ones.
         """
 
     def bring(self, use: Use) -> Transit:
@@ -106,23 +107,25 @@ class KeptActivations(Generic[MemoryT]):
     """The activations of one sweep at a time: in memory up to ``room`` bytes, the others in an
     ``OffloadTarget``.
 
-    Uses have their order: the first of those that are away comes back next, and the last of those
-    in memory leaves.
+    Uses are taken in their order. Of the activations that are away, those of the first use come
+    back next; where room is short, those of the last use leave memory.
     """
 
     def __init__(self, target: OffloadTarget[MemoryT]) -> None:
         self.room = 0  # bytes
         self._target = target
         self._nbytes = 0  # in memory, with what is on its way
-        self._sizes: dict[Use, int] = {}  # bytes of all
+        self._sizes: dict[Use, int] = {}  # bytes of each use's activations, wherever they are
         self._present: dict[Use, list[MemoryT]] = {}
         self._leaving: dict[Use, Transit] = {}  # oldest first
         self._away: set[Use] = set()
         self._coming: dict[Use, Transit] = {}
 
     def put(self, use: Use, storages: list[MemoryT]) -> None:
-        """Keep what a forward that was issued has computed, or has read for the last time before
-        the backward.
+        """Keep the output of a forward, or an input that only the backward reads again.
+
+        Starts moving activations away until so much is free that the next ones have room; waits
+        for those that leave only where memory is full.
         """
         nbytes = sum(storage.nbytes() for storage in storages)
         if not nbytes:
@@ -141,12 +144,18 @@ class KeptActivations(Generic[MemoryT]):
             self._end_departure()
 
     def end_departures(self) -> None:
-        """Wait for all that is leaving, before a backward pass: weights may change in it."""
+        """Wait for all activations that are leaving, before a backward pass, which may write the
+        memory that they are copied from.
+        """
         while self._leaving:
             self._end_departure()
 
     def take(self, use: Use) -> None:
-        """Have activations in memory for their use, and start bringing those that are used next."""
+        """Bring activations into memory, hand them to the caller, and start bringing those that
+        are used next.
+
+        Uses have to be taken in their order.
+        """
         while use in self._leaving:
             self._end_departure()
         while self._away and (len(self._coming) < USES_AHEAD or min(self._away) == use):
@@ -211,7 +220,7 @@ class ActivationFile:
         # pages take memory once they are touched
         self._staging = memoryview(anonymous_memory(_STAGING))
         self._ranges: dict[Use, list[_Range]] = {}
-        self._end = 0
+        self._end = 0  # offset of the next activations; it returns to 0 when all are forgotten
         self._has_failed = False  # a write: the disk may be full
 
     def send(self, use: Use, storages: Sequence[ResizableMemory]) -> Future[None]:
@@ -257,7 +266,8 @@ class ActivationFile:
         )
         remedy = "free space there, allow more memory, or take smaller batches"
         afterwards = "the step was not taken"
-        staging = ctypes.addressof(ctypes.c_ubyte.from_buffer(self._staging))
+        staging_address = ctypes.addressof(ctypes.c_ubyte.from_buffer(self._staging))
+        # waits until the device has filled each storage
         origins = [part.storage.data_ptr() for part in ranges]
         with system_errors_as(
             ScratchError,
@@ -273,7 +283,9 @@ class ActivationFile:
                     for origin, (storage, offset, nbytes) in zip(origins, ranges, strict=True):
                         for start in range(0, nbytes, _STAGING):
                             count = min(_STAGING, nbytes - start)
-                            ctypes.memmove(staging, origin + start, count)  # releases the GIL
+                            ctypes.memmove(
+                                staging_address, origin + start, count
+                            )  # releases the GIL
                             self._file.write(offset + start, self._staging[: whole_pages(count)])
                         storage.resize_(0)
             except OSError:
@@ -304,8 +316,9 @@ class _HostPart(NamedTuple):
 class _HostMemory:
     """Page-locked memory that activations have in turn. It is kept for later sweeps.
 
-    It grows within what is planned as it is needed, or is taken ``at_once`` where all of the plan
-    is needed: parts of memory that was taken in several goes can be too small for what comes next.
+    It grows as it is needed, or the planned memory is taken ``at_once`` where all of it is needed:
+    parts of memory that was taken in several goes can be too small for what comes next, and then
+    it grows beyond the plan.
     """
 
     def __init__(self, device: Device, planned: int, *, at_once: bool) -> None:
@@ -408,17 +421,20 @@ class _Copies(NamedTuple):
     streams: Streams
     transfers: Sequence[Transfer]
     why: Wait
-    then: Callable[[], None]  # their memory may be used
+    # gives back the memory that was copied from, once compute is ordered after the copies
+    release: Callable[[], None]
 
     def done(self) -> bool:
         """Whether all copies are done."""
         return all(transfer.done.passed for transfer in self.transfers)
 
     def result(self) -> None:
-        """Let compute that is issued from now on wait for them; the host does not."""
+        """Let compute that is issued from now on wait for them, and give back the memory that
+        was copied from; the host does not wait.
+        """
         for transfer in self.transfers:
             self.streams.order(transfer.done, self.why)
-        self.then()
+        self.release()
 
 
 class ActivationOffload:
@@ -432,11 +448,11 @@ class ActivationOffload:
     Args:
         device: Device of the activations.
         timeline: Records every transfer.
-        file: Where activations are that have no room in host memory; None: host memory has room for
-            all.
+        file: Takes the activations that have no room in host memory; None: host memory has room
+            for all.
         planned: Bytes of host memory.
-        forgets: Whether storages that are sent are forgotten, and replaced by others: not all
-            tensors on them are known.
+        forgets: Whether storages that are sent are forgotten, and replaced by others, because not
+            all tensors on them are known.
     """
 
     def __init__(
@@ -457,7 +473,7 @@ class ActivationOffload:
             self._on_host = KeptActivations(file)
             self._on_host.room = planned
         self._sent: dict[Use, tuple[list[torch.UntypedStorage], list[_HostStorage]]] = {}
-        self._last: dict[Lane, Event] = {}  # of each lane's copies
+        self._last: dict[Lane, Event] = {}  # the event of each lane's last copy
 
     @torch.inference_mode(mode=False)  # copies may be done by other threads
     def send(self, use: Use, storages: list[torch.UntypedStorage]) -> _Copies:
@@ -553,8 +569,8 @@ def _bytes_of(storage: torch.UntypedStorage) -> torch.Tensor:
 def _take_apart(
     activations: Activations, device: torch.device
 ) -> tuple[list[torch.UntypedStorage], Callable[[], Activations]]:
-    """The storages of the tensors on a device, and a function that builds the activations on what
-    the list has then.
+    """The storages of the tensors on a device, and a function that builds the activations again on
+    the storages that the list holds when it is called.
 
     The function keeps no tensor alive.
     """
@@ -626,7 +642,7 @@ class StreamActivations:
         """Keep the output of a stream's first forward, and decide whether the stream stays on the
         device.
         """
-        if self._may_offload and not self._has_room(storage_bytes(activations), forward_bytes):
+        if self._may_offload and not self._place(storage_bytes(activations), forward_bytes):
             self._offloaded.add(stream)
         self.put(1, stream, activations)
 
@@ -648,8 +664,10 @@ class StreamActivations:
         self._kept.take(Use(segment, stream))
         return self._builders.pop(stream)()
 
-    def _has_room(self, nbytes: int, forward_bytes: int) -> bool:
-        """Whether a new stream stays on the device, if all later streams are as large."""
+    def _place(self, nbytes: int, forward_bytes: int) -> bool:
+        """Decide whether the next stream stays on the device, as if all later ones were as large,
+        and count it.
+        """
         assert self._allowed is not None
         expected = self._expected
         allowed = self._allowed - self._staying_bytes - forward_bytes
@@ -683,7 +701,7 @@ def storage_bytes(activations: Activations) -> int:
 
 
 def storages_of(values: Iterable[object]) -> dict[int, torch.UntypedStorage]:
-    """The storages of the tensors among values that are not empty, by address."""
+    """The storages that are not empty of the tensors among some values, by address."""
     storages = [value.untyped_storage() for value in values if isinstance(value, torch.Tensor)]
     return {storage.data_ptr(): storage for storage in storages if storage.nbytes()}
 
@@ -691,8 +709,9 @@ def storages_of(values: Iterable[object]) -> dict[int, torch.UntypedStorage]:
 def flattened(activations: Activations) -> tuple[list[Any], TreeSpec]:
     """Flatten nested activations to their values and the structure of the nesting.
 
-    Other libraries may have registered their own containers with torch's pytrees. Whether such a
-    container can be built again with other tensors is unknown here: it is passed on unchanged.
+    Tuples, lists and dicts are opened, and their subclasses, which torch builds again if they are
+    registered. Any other container is passed on unchanged, since it is unknown whether it can be
+    built again with other tensors.
     """
     return tree_flatten(
         activations, is_leaf=lambda value: not isinstance(value, tuple | list | dict)
