@@ -6,6 +6,7 @@ import fcntl
 import json
 import os
 import re
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -101,6 +102,18 @@ def test_no_call_transfers_more_than_every_system_can(
     assert out == data
     assert max(sizes) == PAGE
     assert len(sizes) >= 6
+
+
+@pytest.mark.parametrize(
+    ("names", "loopback"),
+    [(["lo", "eth0"], "lo"), (["en0", "lo0", "lowpan0"], "lo0"), (["eth0"], "lo")],
+    ids=["Linux", "macOS", "none"],
+)
+def test_workers_of_one_host_meet_at_its_loopback_interface(
+    names: list[str], loopback: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(socket, "if_nameindex", lambda: list(enumerate(names, 1)))
+    assert system_calls.loopback_interface() == loopback
 
 
 def test_calls_of_one_system_stand_where_others_have_something_instead() -> None:

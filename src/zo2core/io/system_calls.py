@@ -7,6 +7,7 @@
 | huge pages | madvise | nothing |
 | reading ahead | posix_fadvise | what the system reads ahead by itself |
 | durable writes | fsync, fdatasync | F_FULLFSYNC: its fsync leaves bytes in the disk's cache |
+| the loopback interface | lo | lo0 |
 | the processor's name | /proc/cpuinfo | its architecture |
 | opening an open file again | /proc/self/fd | not needed: only O_DIRECT asks for it |
 
@@ -21,6 +22,8 @@ import fcntl
 import mmap
 import os
 import platform
+import re
+import socket
 from collections.abc import Callable
 from pathlib import Path
 
@@ -90,6 +93,12 @@ def unlock(descriptor: int) -> None:
     """Give up the lock that is held on a file."""
     with contextlib.suppress(OSError):
         fcntl.flock(descriptor, fcntl.LOCK_UN)
+
+
+def loopback_interface() -> str:
+    """The name of the network's interface to this host itself."""
+    names = [name for _, name in socket.if_nameindex() if re.fullmatch(r"lo\d*", name)]
+    return min(names, default="lo")
 
 
 def processor_name() -> str:

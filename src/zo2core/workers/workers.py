@@ -25,6 +25,7 @@ from torch.distributed.rendezvous import rendezvous
 
 from zo2core.errors import ClosedError, OptionError, WorkerError
 from zo2core.io.direct_file import byte_view
+from zo2core.io.system_calls import loopback_interface
 from zo2core.types import Batch, require_tensors
 
 
@@ -219,7 +220,7 @@ class Workers:
         if size == 1:
             return cls(split=split)
         if neighbours == size:
-            os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback_interface())
         backend = (
             "cpu:gloo,cuda:nccl"
             if torch.cuda.is_available() and distributed.is_nccl_available()
