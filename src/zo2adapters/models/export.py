@@ -521,17 +521,8 @@ def _loras(model: PeftBlockModel, layout: LlamaCppLayout) -> dict[str, tuple[str
     """The parameter ``lora_B`` and the alpha of each layer that an adapter changes, by llama.cpp's
     names of the matrices.
     """
-    config: Any = model.adapter.config
-    unknown = None
-    if config.peft_type != "LORA":
-        unknown = f"an adapter of type {model.adapter.kind.title}"
-    elif model.adapter.beside:
-        unknown = f"{next(iter(model.adapter.beside))}, a weight of the base beside the adapter's"
-    elif any(".lora_embedding_" in name for name in model.adapter.parameters):
-        unknown = "LoRA of an embedding"
-    elif config.use_dora or config.modules_to_save:
-        unknown = "DoRA" if config.use_dora else "whole modules beside LoRA's matrices"
-    loras = {}
+    unknown = _unknown_part(model)
+    loras: dict[str, tuple[str, float]] = {}
     for up in (name for name in model.adapter.parameters if ".lora_B." in name):
         path = up.partition(".lora_B.")[0]
         tensor = next(iter(layout.names([f"{path}.weight"])), None)
@@ -539,16 +530,27 @@ def _loras(model: PeftBlockModel, layout: LlamaCppLayout) -> dict[str, tuple[str
             unknown = unknown or f"LoRA on {path}, which is no matrix of its own in llama.cpp"
             continue
         wrapped: Any = model.modules[path]
-        loras[tensor] = (
-            up,
-            wrapped.scaling[ADAPTER_NAME] * wrapped.r[ADAPTER_NAME],
-        )
+        loras[tensor] = (up, wrapped.scaling[ADAPTER_NAME] * wrapped.r[ADAPTER_NAME])
     if unknown is not None:
         expected = "LoRA of linear layers, for llama.cpp"
         raise OptionError(
             "format", unknown, expected, "leave --format out, or train such an adapter"
         )
     return loras
+
+
+def _unknown_part(model: PeftBlockModel) -> str | None:
+    """The part of an adapter that llama.cpp does not have; None: there is none."""
+    config: Any = model.adapter.config
+    if config.peft_type != "LORA":
+        return f"an adapter of type {model.adapter.kind.title}"
+    if model.adapter.beside:
+        return f"{next(iter(model.adapter.beside))}, a weight of the base beside the adapter's"
+    if any(".lora_embedding_" in name for name in model.adapter.parameters):
+        return "LoRA of an embedding"
+    if config.use_dora:
+        return "DoRA"
+    return "whole modules beside LoRA's matrices" if config.modules_to_save else None
 
 
 def _write_adapter(
