@@ -169,7 +169,7 @@ def _parsed(name: str, rest: list[str]) -> Any:
     from zo2adapters.commands.options import parse_command
 
     options = command_class(name)
-    return parse_command(name, options, *options.split_recipe(rest))
+    return parse_command(name, options, rest)
 
 
 def _run(command: Any, signals: SignalHandling | None) -> None:

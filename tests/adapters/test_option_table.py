@@ -16,14 +16,15 @@ from command_lines import ROWS, done, leaves, make_place, refusal, run_here, wri
 from zo2adapters import train
 from zo2adapters.commands.evaluate import Evaluate, WriteRows
 from zo2adapters.commands.options import (
+    command_of,
     error_line,
+    filled_in,
     nearest_name,
     option_fields,
     option_names,
     parse_command,
-    parse_options,
 )
-from zo2adapters.commands.train import Train, arguments_of_recipe
+from zo2adapters.commands.train import Train, values_of_recipe
 from zo2adapters.tasks.option_tree import Change, Option, declared, flag
 from zo2adapters.tasks.option_tree import leaves as leaves_of
 from zo2adapters.trainers import checked_json
@@ -442,9 +443,7 @@ def test_a_recipe_may_have_its_options_in_sections(
     recipe.write_text(
         "model: {model: base}\nschedule: {lr: 1e-4}\ndata: rows.jsonl\noutput: other\n"
     )
-    command: Train = parse_command(
-        "train", Train, *Train.split_recipe(["recipe.yaml", "--schedule.steps", "7"])
-    )
+    command: Train = parse_command("train", Train, ["recipe.yaml", "--schedule.steps", "7"])
     assert (command.model, command.optimization.lr, command.steps) == ("base", 1e-4, 7)
     earlier = (
         "model: base\ndata: rows.jsonl\noutput: other\nmethod: adamw\nbetas: [0.8, "
@@ -453,9 +452,7 @@ def test_a_recipe_may_have_its_options_in_sections(
     recipe.write_text(
         f"{earlier}max_grad_norm: 0.5\neval_split: 0.25\ntext_column: a, b\nlabel_column: null\n"
     )
-    command = parse_command(
-        "train", Train, *Train.split_recipe(["recipe.yaml", "--state-bits", "8"])
-    )
+    command = parse_command("train", Train, ["recipe.yaml", "--state-bits", "8"])
     given = command.optimization
     assert (given.method, given.betas, given.max_grad_norm, given.state_bits) == (
         "adamw",
@@ -478,7 +475,7 @@ def test_a_recipe_may_have_its_options_in_sections(
     ):
         recipe.write_text(text)
         with pytest.raises(OptionError, match=told):
-            Train.split_recipe(["recipe.yaml"])
+            parse_command("train", Train, ["recipe.yaml"])
 
 
 SWITCHES = [option.name for option in option_fields(Train) if option.type is bool]
@@ -492,13 +489,13 @@ def test_a_switch_of_a_recipe_is_a_bool_in_every_spelling(name: str, tmp_path: P
         *((word, False) for word in ("false", "False", "no", "off", "'off'", '"NO"')),
     ):
         recipe.write_text(f"model: base\n{name}: {written}\n")
-        command: Train = parse_options("train", Train, arguments_of_recipe(recipe))
+        command: Train = filled_in("train", Train, values_of_recipe(recipe))
         values = {field: value for field, value, _ in leaves_of(command)}
         assert values[name] is expected, written
     for written in ("1", "maybe", "[true]", "null", "''", "{on: 1}"):
         recipe.write_text(f"{name}: {written}\n")
         with pytest.raises(OptionError) as refused:
-            arguments_of_recipe(recipe)
+            values_of_recipe(recipe)
         assert (refused.value.where, refused.value.expected) == (str(recipe), "true or false")
         assert refused.value.remedy == f"write {name}: true, or {name}: false"
 
@@ -507,7 +504,7 @@ def test_a_switch_of_a_recipe_is_a_bool_in_every_spelling(name: str, tmp_path: P
 def test_what_is_no_switch_is_not_a_bool_in_a_recipe(name: str) -> None:
     for written in (True, False):
         with pytest.raises(OptionError) as refused:
-            arguments_of_recipe({name: written})
+            values_of_recipe({name: written})
         assert refused.value.found == f"{str(written).lower()} as {name}"
 
 
@@ -527,8 +524,9 @@ def test_what_an_earlier_recipe_says_can_be_taken_back_by_options_with_the_same_
         "eval_split": None,
         "period": 7,
     }
-    arguments = [*arguments_of_recipe(given), *arguments_of_recipe(later)]
-    command: Train = parse_command("train", Train, arguments)
+    command: Train = command_of(
+        "train", Train, {**values_of_recipe(given), **values_of_recipe(later)}
+    )
     method = command.optimization
     assert (method.method, method.stream_blocks, method.betas) == ("badam", False, None)
     assert (command.evaluation, command.eval_split) == (Path("rows.jsonl"), None)

@@ -25,8 +25,8 @@ from dataclasses import MISSING, is_dataclass
 from enum import Enum
 from functools import partial
 from pathlib import Path
-from types import NoneType, UnionType
-from typing import Any, ClassVar, Literal, NamedTuple, Self, Union, get_args, get_origin
+from types import MappingProxyType, NoneType, UnionType
+from typing import Any, ClassVar, Literal, NamedTuple, Self, TypeAlias, Union, get_args, get_origin
 
 from zo2adapters.commands.guarded_stream import STREAMS
 from zo2adapters.tasks.option_tree import SECTIONS, Option, declared, filled
@@ -109,9 +109,9 @@ class Command:
     given: frozenset[str] = frozenset()  # fields that the command line gives
 
     @classmethod
-    def split_recipe(cls, arguments: Sequence[str]) -> tuple[list[str], list[str]]:
-        """The arguments without a recipe at their start, and those that the recipe stands for."""
-        return list(arguments), []
+    def read_line(cls, name: str, arguments: Sequence[str]) -> tuple[Values, Values]:
+        """The values of a command line, and those of the recipe at its start."""
+        return line_values(name, cls, arguments), {}
 
     def saved_command(self) -> Self | None:
         """The command with the options of the run to continue, which are then its defaults; None
@@ -142,6 +142,7 @@ class Written(NamedTuple):
     aliases: tuple[str, ...] = ()  # further names, with hyphens
 
 
+Values: TypeAlias = Mapping[str, Any]  # of options, by field
 POSITIONAL = "positional"  # mark of a field that is no option, but an argument
 
 
@@ -236,25 +237,28 @@ def option_names(command: Any) -> list[str]:
     return [option.name for option in option_fields(command) if not option.is_positional]
 
 
-def parse_command(
-    name: str, options: Any, arguments: Sequence[str], recipe: Sequence[str] = ()
-) -> Any:
-    """Fill in a command's options; those of a recipe, or of a run to continue, are their
+def parse_command(name: str, options: Any, arguments: Sequence[str]) -> Any:
+    """The command of a command line."""
+    return command_of(name, options, *options.read_line(name, arguments))
+
+
+def command_of(name: str, options: Any, line: Values, recipe: Values = MappingProxyType({})) -> Any:
+    """The command with these options; those of a recipe, or of a run to continue, are their
     defaults.
     """
-    command = parse_options(name, options, arguments, recipe=recipe)
+    command = filled_in(name, options, line, recipe=recipe)
     saved = command.saved_command()
     if saved is None:
         return command
-    return parse_options(name, options, arguments, recipe=recipe, default=saved)
+    return filled_in(name, options, line, recipe=recipe, default=saved)
 
 
-def parse_options(
+def filled_in(
     name: str,
     options: Any,
-    arguments: Sequence[str],
+    line: Values,
     *,
-    recipe: Sequence[str] = (),
+    recipe: Values = MappingProxyType({}),
     default: Any = None,
 ) -> Any:
     """Fill in a command's options. Those that are not given are a default's, where there is one.
@@ -262,26 +266,18 @@ def parse_options(
     What an option of the command line makes of no effect is not counted as given by the recipe,
     which may have all options of a run.
     """
-    listed = option_fields(options)
-    see = f"see zo2 {name} --help"
-    values, given = _values(name, options, [*recipe, *arguments])
-    if recipe:
-        _, later = _values(name, options, arguments)
-        given = later if later & _DECIDING else given
+    values = {**recipe, **line}
+    given = line.keys() if line.keys() & _DECIDING else values.keys()
     missing = [
         option._replace(aliases=()).written
-        for option in listed
-        if option.default is MISSING
-        if option.field not in values
+        for option in option_fields(options)
+        if option.default is MISSING and option.field not in values
     ]
     if missing and default is None:
-        raise _refused(
-            ", ".join(f"no {written.partition(' ')[0]}" for written in missing),
-            " and ".join(missing),
-            see,
-        )
+        found = ", ".join(f"no {written.partition(' ')[0]}" for written in missing)
+        raise _refused(found, " and ".join(missing), f"see zo2 {name} --help")
     command = filled(options if default is None else default, values)
-    return with_given(command, given | getattr(default, "given", frozenset()))
+    return with_given(command, {*given, *getattr(default, "given", ())})
 
 
 def with_given(command: Any, given: Iterable[str]) -> Any:
@@ -290,8 +286,8 @@ def with_given(command: Any, given: Iterable[str]) -> Any:
     return command
 
 
-def _values(name: str, options: Any, arguments: Sequence[str]) -> tuple[dict[str, Any], set[str]]:
-    """The values of arguments by field, and the fields that are given."""
+def line_values(name: str, options: Any, arguments: Sequence[str]) -> dict[str, Any]:
+    """The values of a command line, by field."""
     listed = option_fields(options)
     see = f"see zo2 {name} --help"
     written = [_with_hyphens(argument) for argument in arguments]
@@ -310,7 +306,7 @@ def _values(name: str, options: Any, arguments: Sequence[str]) -> tuple[dict[str
     for option in listed:
         if isinstance(items := values.get(option.field), list):
             values[option.field] = _several(option, items, see)
-    return values, set(values)
+    return values
 
 
 def _several(option: OptionField, items: list[Any], see: str) -> tuple[Any, ...] | None:
@@ -468,27 +464,37 @@ def _meant(near: str | None) -> str:
     return "" if near is None else f"; did you mean {near}"
 
 
-def recipe_arguments(values: Mapping[Any, object], *, where: str, options: Any) -> list[str]:
-    """Convert a recipe to arguments of the command line of ``zo2 train``, which then checks their
-    values.
-    """
+def recipe_values(recipe: Mapping[Any, object], *, where: str, options: Any) -> dict[str, Any]:
+    """The values of a recipe, by field."""
     listed = {option.name: option for option in option_fields(options)}
-    arguments = list[str]()
-    seen = set[str]()
-    for key, value in _flat(values, where, listed):
+    values = dict[str, Any]()
+    for key, value in _flat(recipe, where, listed):
         name = str(key).replace("-", "_")
         if name not in listed:
             found = f"the key {str(key)[:80]}"
             raise unknown_option(where, found, name, listed.values(), "zo2 train")
-        if name in seen:
+        option = listed[name]
+        if option.field in values:
             raise OptionError(
                 where, f"the key {name} twice", "each option once", "remove one of the two"
             )
-        seen.add(name)
-        written = _switched(listed[name], key, value, where)
-        _require_written(listed[name], key, written, where)
-        arguments += _as_arguments(name, written)
-    return arguments
+        try:
+            values[option.field] = _recipe_value(option, key, value, where)
+        except OptionError as error:
+            raise OptionError(where, error.found, error.expected, error.remedy) from error
+    return values
+
+
+def _recipe_value(option: OptionField, key: object, value: object, where: str) -> Any:
+    """A value of a recipe as the option's field has it."""
+    if option.type is bool or isinstance(value, bool):
+        return _switched(option, key, value, where)
+    see = "see zo2 train --help-all"
+    _require_written(option, key, value, where)
+    texts = [_item_text(item) for item in _items(value)]
+    _refuse_former([option.flag, *texts[:1]])
+    items = [_converted(option, see, text) for text in texts]
+    return _several(option, items, see) if option.items else items[0]
 
 
 def _require_written(option: OptionField, key: object, value: object, where: str) -> None:
@@ -509,17 +515,6 @@ def _require_written(option: OptionField, key: object, value: object, where: str
         found = f"NUL in the value of {key}"
         expected = "text without NUL, which no path can have"
         raise OptionError(where, found, expected, "correct the value")
-
-
-def _as_arguments(option: str, value: object) -> list[str]:
-    """An option and its value, from a recipe, as arguments of a command line."""
-    called = option.replace("_", "-")
-    if isinstance(value, bool):
-        return [f"--{called}" if value else f"--no-{called}"]
-    texts = [_item_text(item) for item in _items(value)]
-    if isinstance(value, (list, tuple)):
-        return [f"--{called}", *texts]
-    return [f"--{called}={texts[0]}"]
 
 
 def _items(value: object) -> Sequence[object]:

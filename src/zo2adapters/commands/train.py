@@ -29,13 +29,15 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Self
 from zo2adapters.commands.evaluate import BenchmarkRun, require_consistent, run_task
 from zo2adapters.commands.options import (
     Command,
-    parse_command,
-    parse_options,
-    recipe_arguments,
+    Values,
+    command_of,
+    filled_in,
+    line_values,
+    recipe_values,
     text_table,
     with_given,
 )
-from zo2adapters.tasks.option_tree import Change, Option, flag
+from zo2adapters.tasks.option_tree import Change, Option, filled, flag
 from zo2adapters.tasks.registry import function_file
 from zo2adapters.trainers.metrics import align_rows, criterion, losses_of
 from zo2adapters.trainers.options import (
@@ -160,12 +162,12 @@ class Train(RunOptions, Command):
     worker_options: WorkerOptions = field(default_factory=WorkerOptions)
 
     @classmethod
-    def split_recipe(cls, arguments: Sequence[str]) -> tuple[list[str], list[str]]:
+    def read_line(cls, name: str, arguments: Sequence[str]) -> tuple[Values, Values]:
         """See the contract."""
         if not arguments or arguments[0].startswith("-"):
-            return list(arguments), []
-        later = list(arguments[1:])
-        return later, arguments_of_recipe(Path(arguments[0]), later if cls.runs_code else None)
+            return line_values(name, cls, arguments), {}
+        line = line_values(name, cls, arguments[1:])
+        return line, values_of_recipe(Path(arguments[0]), line if cls.runs_code else None)
 
     def saved_command(self) -> Train | None:
         """This command with the options of the run to continue; None for a new run.
@@ -393,9 +395,9 @@ class Train(RunOptions, Command):
         command = replace(
             self, runs=None, output=None if self.output is None else self.output / name
         )
-        arguments = recipe_arguments(values, where=f"{runs}, {name}", options=Train)
+        line = recipe_values(values, where=f"{runs}, {name}", options=Train)
         default = with_given(command, self.given)
-        differing: Self = parse_options("train", Train, arguments, default=default)
+        differing: Self = filled_in("train", Train, line, default=default)
         if differing.optimization.lr == "auto":
             expected = "a number with --runs, each of whose runs has its own"
             raise OptionError(f"{runs}, {name}: lr", "auto", expected, "use zo2 tune")
@@ -547,9 +549,9 @@ def train(
         ZO2Error: of the kind that fits, as ``zo2 train`` reports it; OptionError for an unknown
             key.
     """
-    later = arguments_of_recipe(overrides)
-    arguments = arguments_of_recipe(recipe, None if isinstance(recipe, Mapping) else later)
-    command: Train = parse_command("train", Train, later, recipe=arguments)
+    later = values_of_recipe(overrides)
+    values = values_of_recipe(recipe, None if isinstance(recipe, Mapping) else later)
+    command: Train = command_of("train", Train, later, recipe=values)
     command.check()
     command.run()
     output = command.output or command.resume
@@ -557,23 +559,25 @@ def train(
     return output
 
 
-def arguments_of_recipe(
-    recipe: str | os.PathLike[str] | Mapping[str, object], later: Sequence[str] | None = None
-) -> list[str]:
-    """The command line of a recipe, whose keys and values are checked."""
+def values_of_recipe(
+    recipe: str | os.PathLike[str] | Mapping[str, object], line: Values | None = None
+) -> Values:
+    """The values of a recipe.
+
+    Args:
+        recipe: YAML file, or a mapping.
+        line: What is given beside the recipe, which has to name functions whose code is run; None:
+            no code is run.
+    """
     where = "recipe" if isinstance(recipe, Mapping) else os.fspath(recipe)
-    values: Mapping[Any, object] = recipe if isinstance(recipe, Mapping) else read_recipe(recipe)
-    arguments = recipe_arguments(values, where=where, options=Train)
-    try:
-        command: Train = parse_options("train", Train, arguments)
-    except OptionError as error:
-        raise OptionError(where, error.found, error.expected, error.remedy) from error
-    own = None if later is None else command.own_functions
-    if own is not None and f"--{own[0]}" not in {
-        argument.partition("=")[0] for argument in later or ()
-    }:
-        raise _unnamed(*own, own[1], f"{where}: ")
-    return arguments
+    keys: Mapping[Any, object] = recipe if isinstance(recipe, Mapping) else read_recipe(recipe)
+    values = recipe_values(keys, where=where, options=Train)
+    command: Train = filled(Train(), values)
+    if line is not None and command.own_functions is not None:
+        option, named = command.own_functions
+        if option not in line:
+            raise _unnamed(option, named, named, f"{where}: ")
+    return values
 
 
 @contextmanager
