@@ -25,6 +25,7 @@ from typing import (
     get_type_hints,
 )
 
+from zo2core.errors import OptionError
 from zo2core.ranges import (
     LARGEST_WHOLE,
     OptimizerName,
@@ -95,6 +96,23 @@ class Option(NamedTuple):
     check: Check | None = None  # refuses values out of range
     unchecked: tuple[object, ...] = (None, "auto", "never")  # values that are in no range
     needs: tuple[str, ...] = ()  # options beside one of which alone it has an effect
+
+
+class Refusal(NamedTuple):
+    """A row of what is refused: a condition, and what is said if it holds."""
+
+    holds: bool
+    option: str
+    found: str
+    expected: str
+    remedy: str = "leave one of the two out"
+
+
+def refuse(*rows: Refusal) -> None:
+    """Refuse the first of these that holds."""
+    for row in rows:
+        if row.holds:
+            raise OptionError(row.option, row.found, row.expected, row.remedy)
 
 
 def whole(least: int, most: int = LARGEST_WHOLE, otherwise: str = "") -> Check:

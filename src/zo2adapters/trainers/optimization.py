@@ -26,8 +26,10 @@ from zo2adapters.tasks.option_tree import (
     Change,
     MethodName,
     Option,
+    Refusal,
     number,
     rates,
+    refuse,
     whole,
 )
 from zo2core.errors import OptionError
@@ -159,30 +161,19 @@ class StepSize:
     def require_sane(self) -> None:
         """Refuse numbers with which a single step destroys the model, or that are none."""
         require_number("lr", self.rate, above=0)
-        for option, value, most, why in (
-            (
-                "lr",
-                self.rate,
-                LARGEST_LR,
-                "an update moves each weight by lr times the projected gradient",
-            ),
-            (
-                "zo_eps",
-                self.zo_eps,
-                LARGEST_EPS,
-                "weights are perturbed by this much, and most are smaller",
-            ),
-            (
-                "weight_decay",
-                self.weight_decay,
-                1 / self.rate,
-                "a step subtracts lr times weight_decay times the weight",
-            ),
-        ):
-            if value > most:
-                raise OptionError(
-                    option, repr(value), f"at most {most:g}: {why}", f"lower `{option}`"
-                )
+        by_lr = "an update moves each weight by lr times the projected gradient"
+        by_eps = "weights are perturbed by this much, and most are smaller"
+        by_decay = "a step subtracts lr times weight_decay times the weight"
+        refuse(
+            _above("lr", self.rate, LARGEST_LR, by_lr),
+            _above("zo_eps", self.zo_eps, LARGEST_EPS, by_eps),
+            _above("weight_decay", self.weight_decay, 1 / self.rate, by_decay),
+        )
+
+
+def _above(option: str, value: float, most: float, why: str) -> Refusal:
+    expected = f"at most {most:g}: {why}"
+    return Refusal(value > most, option, repr(value), expected, f"lower `{option}`")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -358,43 +349,34 @@ class Optimization(StepSize):
             given: Names of options that were given, whatever their values are.
         """
         name = self.estimator.value
-        noise = self.noise
-        apart = "leave one of the two out"
         is_mezo = self.estimator is EstimatorName.MEZO
         is_fzoo = self.estimator is EstimatorName.FZOO
-        has_fitness = "fitness" in given or self.fitness is not Fitness.SCALED
         is_es = self.estimator is EstimatorName.ES
-        in_order, any_order = (
-            "MeZO's numbers, which are drawn in sequence",
-            "whose factors are drawn in any order",
-        )
-        for option, is_refused, found, expected, remedy in (
-            ("per_row", self.per_row and not is_mezo, name, "the estimator mezo", apart),
-            ("fitness", has_fitness and not is_es, name, "the estimator es", apart),
-            (
+        has_fitness = "fitness" in given or self.fitness is not Fitness.SCALED
+        in_order = self.rank is not None and self.noise is Noise.MEZO
+        refuse(
+            Refusal(self.per_row and not is_mezo, "per_row", name, "the estimator mezo"),
+            Refusal(has_fitness and not is_es, "fitness", name, "the estimator es"),
+            Refusal(
+                is_fzoo and self.noise is not Noise.RADEMACHER,
                 "noise",
-                is_fzoo and noise is not Noise.RADEMACHER,
-                repr(noise.value),
+                repr(self.noise.value),
                 _OF_FZOO,
-                apart,
             ),
-            (
-                "noise",
-                self.rank and noise is Noise.MEZO,
+            Refusal(
                 in_order,
-                f"other noise with --rank, {any_order}",
-                apart,
+                "noise",
+                "MeZO's numbers, which are drawn in sequence",
+                "other noise with --rank, whose factors are drawn in any order",
             ),
-            (
-                "queries",
+            Refusal(
                 is_fzoo and self.queries < 2,
-                self.queries,
+                "queries",
+                str(self.queries),
                 "at least 2 with fzoo",
                 "pass 8, as FZOO's authors do",
             ),
-        ):
-            if is_refused:
-                raise OptionError(option, str(found), expected, remedy)
+        )
 
     def estimator_of(self, steps: int, rows: int = 1) -> ZOEstimator:
         """The estimator of a run, with the clipping and the guard that the options ask for."""

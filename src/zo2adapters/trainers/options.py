@@ -31,12 +31,14 @@ from zo2adapters.tasks.option_tree import (
     Change,
     MethodName,
     Option,
+    Refusal,
     declared,
     filled,
     flag,
     flat,
     leaves,
     number,
+    refuse,
     size,
     whole,
 )
@@ -124,20 +126,26 @@ class AdapterOptions:
     def require_valid(self) -> None:
         """Refuse what the table refuses, and names of layers that are no list."""
         require_valid(self)
+        targets = set(self.lora_targets)
         names = " ".join(self.lora_targets)
-        if "," in names or (ALL_LINEAR in self.lora_targets and len(self.lora_targets) > 1):
-            remedy = f"write {' '.join(names.replace(',', ' ').replace(ALL_LINEAR, ' ').split())}"
-            raise OptionError(
+        apart = " ".join(names.replace(",", " ").replace(ALL_LINEAR, " ").split())
+        others = " ".join(name for name in self.lora_targets if name != EVERY)
+        refuse(
+            Refusal(
+                "," in names or (ALL_LINEAR in targets and len(self.lora_targets) > 1),
                 "lora_targets",
                 names,
                 f"{ALL_LINEAR} alone, or names with spaces between them",
-                remedy,
-            )
-        if EVERY in self.lora_targets and not {*self.lora_targets} <= {EVERY, EXPERTS}:
-            remedy = f"write {' '.join(name for name in self.lora_targets if name != EVERY)}"
-            raise OptionError(
-                "lora_targets", names, f"{EVERY}, {EVERY} {EXPERTS}, or names of layers", remedy
-            )
+                f"write {apart}",
+            ),
+            Refusal(
+                EVERY in targets and not targets <= {EVERY, EXPERTS},
+                "lora_targets",
+                names,
+                f"{EVERY}, {EVERY} {EXPERTS}, or names of layers",
+                f"write {others}",
+            ),
+        )
 
     def require_method(self, method: MethodName) -> None:
         """Refuse a method that does not train adapters beside one."""
@@ -513,23 +521,44 @@ class RunOptions:
                 require_package(package, install=install)
 
     def _require_storage(self, given: Collection[str]) -> None:
-        """Refuse limits of what the run does not use: writes of weights that never change, and a
-        GPU's memory.
+        """Refuse limits of what the run does not use: writes of weights that never change,
+        snapshots of none, and a GPU's memory.
         """
-        storage, model_options = self.storage, self.model_options
-        every, rank = storage.write_back_every, self.optimization.rank
+        storage, model_options, optimization = self.storage, self.model_options, self.optimization
+        every, rank = storage.write_back_every, optimization.rank
         writes = isinstance(every, int) or "write_back_every" in given
-        if writes and (model_options.trains_adapter or rank is not None):
-            other = "rank" if rank is not None else model_options.adapter_option
-            found = f"{every} with {flag(other)}"
-            expected = "no value, because no weights change"
-            raise OptionError("write_back_every", found, expected, "leave it out")
-        if storage.device == "cpu" and storage.device_memory != "auto":
-            raise without_effect(
+        other = "rank" if rank is not None else model_options.adapter_option
+        has_snapshots = storage.snapshot_every is not None
+        in_turns = optimization.method == "badam" and optimization.stream_blocks
+        refuse(
+            Refusal(
+                has_snapshots and model_options.trains_adapter and optimization.optimizer is None,
+                model_options.adapter_option,
+                f"--snapshot-every with --method {optimization.method}",
+                "no snapshots, because only parameters in memory change",
+            ),
+            Refusal(
+                writes and (model_options.trains_adapter or rank is not None),
+                "write_back_every",
+                f"{every} with {flag(other)}",
+                "no value, because no weights change",
+                "leave it out",
+            ),
+            Refusal(
+                storage.device == "cpu" and storage.device_memory != "auto",
                 "device_memory",
                 f"{storage.device_memory} with --device cpu",
                 "a GPU, as in --device cuda; --memory limits host memory",
-            )
+                "leave it out",
+            ),
+            Refusal(
+                in_turns and has_snapshots,
+                "snapshot_every",
+                f"{storage.snapshot_every} with --stream-blocks",
+                "none with badam: the end of a turn is committed",
+                "leave it out",
+            ),
+        )
 
     def require_rows(self, rows: RowFormat | None, evaluation: RowFormat | None = None) -> None:
         """Refuse rows that the objective, or an option beside it, does not take.
@@ -575,32 +604,15 @@ class RunOptions:
         require_valid(replace(self, objective=AUTO) if named else self, given=given)
         self.rows.require_valid(takes_labels=self.takes_labels)
         self.model_options.require_valid()
-        trains_adapter, method = self.model_options.trains_adapter, self.optimization.method
-        optimizer = self.optimization.optimizer
-        if self.storage.snapshot_every is not None and trains_adapter and optimizer is None:
-            expected = "no snapshots, because only parameters in memory change"
-            found = f"--snapshot-every with --method {method}"
-            raise OptionError(
-                self.model_options.adapter_option, found, expected, "leave one of the two out"
-            )
         self._require_storage(given)
-        if optimizer is None:
+        if self.optimization.optimizer is None:
             self.optimization.require_consistent(given=given)
-        else:
-            self.model_options.require_method(method)
-            require_number("weight_decay", self.optimization.weight_decay, least=0)
-            if self.optimization.lr is None:
-                expected = f"a learning rate for {method}, which has none by default"
-                raise OptionError("lr", "nothing", expected, "pass --lr auto, or such as 1e-5")
-        if (
-            method == "badam"
-            and self.optimization.stream_blocks
-            and self.storage.snapshot_every is not None
-        ):
-            found = f"{self.storage.snapshot_every} with --stream-blocks"
-            raise without_effect(
-                "snapshot_every", found, "none with badam: the end of a turn is committed"
-            )
+            return
+        method, lr = self.optimization.method, self.optimization.lr
+        self.model_options.require_method(method)
+        require_number("weight_decay", self.optimization.weight_decay, least=0)
+        expected = f"a learning rate for {method}, which has none by default"
+        refuse(Refusal(lr is None, "lr", "nothing", expected, "pass --lr auto, or such as 1e-5"))
 
 
 @dataclass(frozen=True, kw_only=True)
