@@ -139,7 +139,7 @@ def recipe_text(options: TrainOptions, branch: Mapping[str, Any] | None = None) 
         "output": str(options.output.resolve()),
         **(branch or {}),
     }
-    order = [*OPTIONS, *(name for name in values if name not in OPTIONS)]
+    order = [*OPTIONS, *(branch or {})]  # not the steps of its schedule, which are no option
     written = {name: values[name] for name in order if values.get(name) is not None}
     text = _HEAD
     for section in SECTIONS:
