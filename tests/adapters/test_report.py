@@ -6,7 +6,7 @@ import resource
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,7 @@ from command_lines import done, refusal, write_rows
 from models import WORDS, save_model, save_tokenizer, small_config
 from runs import rows_of
 
+from zo2adapters.commands import report_page
 from zo2adapters.commands.journal import HEAD
 from zo2adapters.commands.report_page import page, read_run
 from zo2adapters.trainers import checked_json
@@ -349,3 +350,15 @@ def test_numbers_go_to_a_tracker_as_they_come(here: Path, monkeypatch: pytest.Mo
         in told
     )
     assert not Path("none").exists()
+
+
+def test_seconds_and_memory_are_drawn_from_zero(monkeypatch: pytest.MonkeyPatch) -> None:
+    drawn: list[report_page.Chart] = []
+
+    def figure(charts: Sequence[report_page.Chart], **options: Any) -> str:
+        drawn.extend(charts)
+        return ""
+
+    monkeypatch.setattr(report_page, "_figure", figure)
+    report_page._costs([])
+    assert [chart.from_zero for chart in drawn] == [True, True]

@@ -17,7 +17,7 @@ from profiles import short_first
 from runs import small_run
 
 from zo2adapters.commands.report_page import page, read_run
-from zo2adapters.trainers import run_directory
+from zo2adapters.trainers import run_directory, tuning
 from zo2adapters.trainers.methods import ZerothOrderRun
 from zo2adapters.trainers.optimization import Decay, Optimization
 from zo2adapters.trainers.options import Batching, TrainOptions
@@ -125,6 +125,25 @@ def test_the_better_half_goes_on_and_the_best_journal_is_the_beginning_of_the_ru
         trainer.run()
     files = [run / "model" / "model.safetensors" for run in (best.directory, alone.output)]
     assert files[0].read_bytes() == files[1].read_bytes()
+
+
+def test_a_directory_of_other_trials_is_refused_and_that_of_the_same_ones_is_gone_on_with(
+    options: TrainOptions,
+) -> None:
+    settings = tuning._open_directory(options, 240, [], None)
+    assert tuning._open_directory(options, 240, [], None) == settings
+    for other, forwards in ((options, 300), (replace(options, seed=9), 240)):
+        with pytest.raises(OutputError, match="other trials"):
+            tuning._open_directory(other, forwards, [], None)
+
+
+@pytest.mark.parametrize("steps", [1_000, 10_000])
+def test_the_trials_of_a_run_take_a_fifth_of_its_forwards(
+    steps: int, options: TrainOptions
+) -> None:
+    _, schedule = tuning.schedule_of(replace(options, steps=steps))
+    share = schedule.forwards / (steps * schedule.evaluations)
+    assert 0.15 < share <= 0.2
 
 
 @pytest.mark.long_profile
