@@ -31,6 +31,7 @@ from zo2core import Engine, ZO2Error
 FORMATS = (
     *("bfloat16", *METHODS, "gptq", "awq", "int4", "nvfp4", "mxfp4"),
     *("fp8, channels", "fp8, tensor", "int8, channels"),
+    *("gptq, 8", "packed int8", "modelopt nvfp4", "mxfp4-pack-quantized"),
 )
 DENSE = ["llama", "mistral", "qwen2", "qwen3", "gemma3_text", "phi3", "olmo2", "opt"]
 MIXTURES = [
@@ -50,16 +51,28 @@ E2M1 = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
 AWQ = (0, 2, 4, 6, 1, 3, 5, 7)  # the output of each code of a word, from its lowest bits up
 # ends of names of layers' linear weights
 CODED = ("proj.weight", ".w1.weight", ".w2.weight", ".w3.weight")
-FOUR_BITS = [
+GROUPS = [  # formats of a scale for each group of a row's weights; the number is that of bits
     "gptq",
     "gptq_v2",
     "gptq, ordered",
+    "gptq, 2",
+    "gptq, 3",
+    "gptq_v2, 3",
+    "gptq, 8",
+    "gptq_v2, 8",
     "awq",
+    "awq_gemv",
     "int4",
     "int4, asymmetric",
     "int4, channels",
+    "packed int8",
+    "packed int8, asymmetric",
+    "packed int8, channels",
     "nvfp4",
+    "modelopt nvfp4",
+    "mxfp4-pack-quantized",
 ]
+FLOAT_GROUPS = {"nvfp4": 16, "modelopt nvfp4": 16, "mxfp4-pack-quantized": 32}
 EIGHT_BITS = {  # rows and columns that share a scale, 0 for all of them
     "fp8, channels": (1, 0),
     "fp8, tensor": (0, 0),
@@ -72,17 +85,48 @@ EIGHT_BITS = {  # rows and columns that share a scale, 0 for all of them
 Tensors = dict[str, torch.Tensor]
 
 
-def words(codes: torch.Tensor, order: tuple[int, ...] = tuple(range(8))) -> torch.Tensor:
-    """Pack 8 columns into one of 32 bits; ``order`` has the column of each code, from the lowest
-    bits up.
+def words(
+    codes: torch.Tensor, order: tuple[int, ...] = tuple(range(8)), bits: int = 4
+) -> torch.Tensor:
+    """Pack columns into words of 32 bits, one code after the other; ``order`` has the column of
+    each of 8 codes, from the lowest bits up.
     """
-    eights = (
-        torch.nn.functional.pad(codes, (0, -codes.shape[1] % 8))
-        .long()
-        .view(len(codes), -1, 8)[..., list(order)]
-    )
-    packed = (eights << 4 * torch.arange(8)).sum(dim=-1)
+    padded = torch.nn.functional.pad(codes, (0, -codes.shape[1] % 32)).long()
+    in_order = padded.reshape(len(codes), -1, 8)[..., list(order)].reshape(len(codes), -1)
+    of_codes = in_order[..., None] >> torch.arange(bits) & 1
+    of_words = of_codes.view(len(codes), -1, 32) << torch.arange(32)
+    packed = of_words.sum(dim=-1)[:, : -(-codes.shape[1] * bits // 32)]
     return torch.where(packed >= 1 << 31, packed - (1 << 32), packed).int()
+
+
+def bits_of(kind: str) -> int:
+    """Bits of a code of integers in groups."""
+    name, _, option = kind.partition(", ")
+    return 8 if name == "packed int8" else int(option) if option.isdecimal() else 4
+
+
+def random_floats(name: str, codes: torch.Tensor, scales: torch.Tensor) -> tuple[Tensors, Any]:
+    """The tensors of a matrix of 4-bit floats, and its weights."""
+    values = E2M1[codes & 7] * torch.where(codes > 7, -1.0, 1.0)
+    packed = (codes[:, ::2] | codes[:, 1::2] << 4).to(torch.uint8)
+    of_column = torch.arange(codes.shape[1]) // FLOAT_GROUPS[name]
+    if name == "mxfp4-pack-quantized":
+        exponents = (120 + 1000 * scales.float()).to(torch.uint8) % 128
+        weights = values * (2.0 ** (exponents.double() - 127)).float()[:, of_column]
+        return {"weight_packed": packed, "weight_scale": exponents}, weights
+    small = (100 * scales.float()).to(torch.float8_e4m3fn)
+    if name == "modelopt nvfp4":
+        factor = torch.tensor(0.027)
+        weights = values * (small.float() * factor)[:, of_column]
+        tensors = {"weight": packed, "weight_scale": small, "weight_scale_2": factor}
+        return {**tensors, "input_scale": torch.tensor(1.0)}, weights
+    divisor = torch.tensor([37.0])
+    weights = values * (small.float() / divisor)[:, of_column]
+    return {
+        "weight_packed": packed,
+        "weight_scale": small,
+        "weight_global_scale": divisor,
+    }, weights
 
 
 def random_bytes(kind: str, rows: int, columns: int, seed: int) -> tuple[Tensors, torch.Tensor]:
@@ -112,39 +156,37 @@ def random_matrix(
         return random_bytes(kind, rows, columns, seed)
     generator = torch.Generator().manual_seed(seed)
     name, _, option = kind.partition(", ")
-    group = columns if option == "channels" else 16 if name == "nvfp4" else group
+    bits = bits_of(kind)
+    group = columns if option == "channels" else FLOAT_GROUPS.get(name, group)
     groups = -(-columns // group)
-    codes = torch.randint(16, (rows, columns), generator=generator)
-    zeros = torch.randint(1, 16, (rows, groups), generator=generator)
+    codes = torch.randint(1 << bits, (rows, columns), generator=generator)
+    zeros = torch.randint(1, 1 << bits, (rows, groups), generator=generator)
     scales = (torch.rand(rows, groups, generator=generator) * 0.02 + 1e-3).half()
     of_column = torch.arange(columns) // group
-    if name == "nvfp4":
-        small, divisor = (100 * scales.float()).to(torch.float8_e4m3fn), torch.tensor([37.0])
-        values = E2M1[codes & 7] * torch.where(codes > 7, -1.0, 1.0)
-        packed = (codes[:, ::2] | codes[:, 1::2] << 4).to(torch.uint8)
-        weights = values * (small.float() / divisor)[:, of_column]
-        return {
-            "weight_packed": packed,
-            "weight_scale": small,
-            "weight_global_scale": divisor,
-        }, weights
-    if name == "int4":
+    if name in FLOAT_GROUPS:
+        return random_floats(name, codes, scales)
+    if name in ("int4", "packed int8"):
         tensors = {
-            "weight_packed": words(codes),
+            "weight_packed": words(codes, bits=bits),
             "weight_scale": scales,
             "weight_shape": torch.tensor([rows, columns]),
         }
         if option == "asymmetric":
-            tensors["weight_zero_point"] = words(zeros.t()).t().contiguous()
+            tensors["weight_zero_point"] = words(zeros.t(), bits=bits).t().contiguous()
         else:
-            zeros = torch.full_like(zeros, 8)
+            zeros = torch.full_like(zeros, 1 << bits - 1)
+    elif name == "awq_gemv":
+        width = -(-groups // 8) * {64: 2, 32: 4}.get(group, 1)
+        tensors = {
+            "qweight": words(codes),
+            "qzeros": words(torch.nn.functional.pad(zeros, (0, 8 * width - groups))),
+            "scales": torch.nn.functional.pad(scales, (0, 8 * width - groups)),
+        }
     else:
         stored = zeros.t() - 1 if name == "gptq" else zeros.t()
-        packed = words(codes.t(), AWQ) if name == "awq" else words(codes).t().contiguous()
-        tensors = {
-            "qweight": packed,
-            "qzeros": words(stored, AWQ if name == "awq" else tuple(range(8))),
-        }
+        order = AWQ if name == "awq" else tuple(range(8))
+        packed = words(codes.t(), AWQ) if name == "awq" else words(codes, bits=bits).t()
+        tensors = {"qweight": packed.contiguous(), "qzeros": words(stored, order, bits)}
         tensors["scales"] = scales.t().contiguous()
         if name != "awq":
             of_column = (
@@ -161,24 +203,26 @@ def described(kind: str, group: int) -> dict[str, Any]:
     name, _, option = kind.partition(", ")
     if kind in EIGHT_BITS and not option:
         return {"quant_method": name, "quant_algo": "FP8"}
+    if name == "modelopt nvfp4":
+        return {"quant_method": "modelopt", "quant_algo": "NVFP4"}
     if name.startswith("gptq"):
         return {
             "quant_method": "gptq",
-            "bits": 4,
+            "bits": bits_of(kind),
             "group_size": group,
             "sym": False,
             "checkpoint_format": name,
         }
-    if name == "awq":
+    if name.startswith("awq"):
         return {
             "quant_method": "awq",
             "bits": 4,
             "group_size": group,
             "zero_point": True,
-            "version": "gemm",
+            "version": "gemv" if name == "awq_gemv" else "gemm",
         }
     weights = {
-        "num_bits": 4,
+        "num_bits": bits_of(kind),
         "type": "int",
         "strategy": "group",
         "group_size": group,
@@ -186,13 +230,9 @@ def described(kind: str, group: int) -> dict[str, Any]:
     }
     if option == "channels":
         weights |= {"strategy": "channel", "group_size": None}
-    if name == "nvfp4":
-        weights |= {
-            "type": "float",
-            "strategy": "tensor_group",
-            "group_size": 16,
-            "symmetric": True,
-        }
+    if name in FLOAT_GROUPS:
+        weights |= {"type": "float", "group_size": FLOAT_GROUPS[name], "symmetric": True}
+        weights["strategy"] = "tensor_group" if name == "nvfp4" else "group"
     if kind in EIGHT_BITS:
         weights = {
             "num_bits": 8,
@@ -204,6 +244,7 @@ def described(kind: str, group: int) -> dict[str, Any]:
             weights["block_structure"] = list(EIGHT_BITS[kind])
     form = {
         "nvfp4": "nvfp4-pack-quantized",
+        "mxfp4-pack-quantized": "mxfp4-pack-quantized",
         "fp8": "float-quantized",
         "int8": "int-quantized",
     }.get(name, "pack-quantized")
@@ -219,7 +260,10 @@ def save_coded(
     that these stand for.
     """
     plain, coded = directory / "plain", directory / "coded"
-    model: Any = small_model(small_config(family))
+    config = small_config(family)
+    if bits_of(kind) == 3:  # of which 32 codes end with a word
+        config.hidden_size, config.head_dim = 32, 32 // config.num_attention_heads
+    model: Any = small_model(config)
     model.half().save_pretrained(plain)
     tensors, packed = load_file(plain / "model.safetensors"), dict[str, torch.Tensor]()
     for number, name in enumerate(sorted(tensors)):
@@ -233,10 +277,10 @@ def save_coded(
     coded.mkdir()
     others = {name: value for name, value in tensors.items() if not name.endswith(CODED)}
     save_file(others | packed, coded / "model.safetensors", {"format": "pt"})
-    config = json.loads((plain / "config.json").read_bytes()) | {
+    described_model = json.loads((plain / "config.json").read_bytes()) | {
         "quantization_config": described(kind, group)
     }
-    (coded / "config.json").write_text(json.dumps(config))
+    (coded / "config.json").write_text(json.dumps(described_model))
     return plain, coded
 
 
@@ -258,7 +302,7 @@ def save_gpt_oss(directory: Path) -> tuple[Path, Path]:
 
 def written(family: str, form: str, folder: Path) -> Path | None:
     """A tiny checkpoint; None if the format is not one of this family."""
-    if form in ("gptq", "awq", "int4", "nvfp4", *EIGHT_BITS):
+    if form in (*GROUPS, *EIGHT_BITS):
         return save_coded(form, folder, family)[1]
     if form == "mxfp4":
         return save_gpt_oss(folder)[1] if family == "gpt_oss" else None

@@ -18,7 +18,16 @@ import pytest
 import torch
 from command_lines import done, refusal
 from engines import assert_equal, memory, zeroth_order
-from formats import EIGHT_BITS, FOUR_BITS, random_bytes, random_matrix, save_coded, save_gpt_oss
+from formats import (
+    EIGHT_BITS,
+    FLOAT_GROUPS,
+    GROUPS,
+    bits_of,
+    random_bytes,
+    random_matrix,
+    save_coded,
+    save_gpt_oss,
+)
 from hypothesis import given
 from hypothesis import strategies as st
 from models import make_batch, save_model, small_config
@@ -47,13 +56,14 @@ from zo2core import (
 from zo2core.encodings import decoding
 from zo2core.encodings.decoding import encode
 from zo2core.encodings.forms import (
+    Float4Groups,
     Float8Blocks,
-    FourBitGroups,
     Int8Rows,
     MatrixEncoding,
     MatrixStack,
     MXFP4Stack,
     NF4Blocks,
+    PackedGroups,
 )
 from zo2core.errors import CheckpointError, OptionError, OutputError, UnsupportedModelError
 from zo2core.kernels import dispatch
@@ -169,19 +179,28 @@ def stacks(draw: st.DrawFn) -> Coded:
 
 
 @st.composite
-def four_bits(draw: st.DrawFn, kind: str) -> Coded:
-    """A matrix of GPTQ, AWQ or compressed-tensors, by their published layouts."""
-    group = draw(st.sampled_from([8, 16, 24, 64]))
-    rows, columns = 8 * draw(st.integers(1, 9)), 16 * draw(st.integers(1, 6))
-    tensors, weights = random_matrix(kind, rows, columns, group, draw(seeds))
+def groups(draw: st.DrawFn, kind: str) -> Coded:
+    """A matrix with a scale for each group of a row's weights, by the formats' published
+    layouts.
+    """
     name, _, option = kind.partition(", ")
-    group = columns if option == "channels" else 16 if name == "nvfp4" else group
-    has_zeros = name not in ("int4", "nvfp4") or "weight_zero_point" in tensors
-    encoding = FourBitGroups(name, group, torch.float16, has_zeros, option == "ordered")
+    bits = bits_of(kind)
+    group = draw(st.sampled_from([8, 16, 24, 32, 64]))
+    eights = 4 if bits == 3 else 1  # of 3 bits, only 32 codes end with a word
+    rows, columns = 8 * eights * draw(st.integers(1, 9)), 32 * draw(st.integers(1, 4))
+    tensors, weights = random_matrix(kind, rows, columns, group, draw(seeds))
+    group = columns if option == "channels" else group
+    has_zeros = "weight_shape" not in tensors or "weight_zero_point" in tensors
+    layout = {"int4": "pack-quantized", "packed int8": "pack-quantized"}.get(name, name)
+    encoding: MatrixEncoding = PackedGroups(
+        layout, group, torch.float16, has_zeros, option == "ordered", bits
+    )
+    if name in FLOAT_GROUPS:
+        encoding = Float4Groups(name)
     roles = {
-        "codes": ("qweight", "weight_packed"),
+        "codes": ("qweight", "weight_packed", "weight"),
         "scales": ("scales", "weight_scale"),
-        "global": ("weight_global_scale",),
+        "global": ("weight_global_scale", "weight_scale_2"),
     }
     roles |= {"zeros": ("qzeros", "weight_zero_point"), "order": ("g_idx",)}
     parts = [
@@ -223,7 +242,7 @@ ENCODED = {
     "matrices": matrices(),
     "stacks": stacks(),
     "mxfp4": mxfp4(),
-    **{kind: four_bits(kind) for kind in FOUR_BITS},
+    **{kind: groups(kind) for kind in GROUPS},
     **{kind: eight_bits(kind) for kind in EIGHT_BITS},
 }
 
@@ -334,7 +353,7 @@ def dequantised(path: Path, folder: Path, dtype: str = "auto") -> Path:
 
 
 PAIRS = [(method, family) for method in METHODS for family in ("llama", "opt", "qwen3")]
-PAIRS += [(kind, "llama") for kind in ("gptq", *EIGHT_BITS)]
+PAIRS += [(kind, "llama") for kind in ("gptq, 8", "packed int8", *EIGHT_BITS)]
 SHORT = [("int8", "opt"), ("nf4", "qwen3"), ("awq", "llama"), ("fp8, channels", "llama")]
 
 
@@ -356,6 +375,14 @@ def test_a_quantised_model_trains_as_the_dequantised_one_bit_for_bit(
     assert trajectory(path) == trajectory(path, memory=memory(1)) == expected
     with closing(ThreadedDevice(ThreadedStreams(lambda lane, nbytes: 1e-4, poison=True))) as device:
         assert trajectory(path, device=device, memory=memory(kept=0)) == expected
+
+
+@pytest.mark.parametrize("kind", GROUPS)
+def test_a_coded_checkpoint_is_read_as_the_weights_that_it_stands_for(
+    kind: str, tmp_path: Path
+) -> None:
+    plain, coded = save_coded(kind, tmp_path)
+    assert_equal(read_by(coded), read_by(plain))
 
 
 def lora(targets: Sequence[str]) -> Adapter:
@@ -400,7 +427,11 @@ TARGETS = [["auto"], ["auto", "experts"]]
     ("make", "form", "family", "targets", "buckets"),
     [
         *each_choice(
-            [save_coded], FOUR_BITS, ["llama", "qwen3_moe", "mixtral"], TARGETS[:1], [None, 2]
+            [save_coded],
+            [kind for kind in GROUPS if bits_of(kind) != 3],
+            ["llama", "qwen3_moe", "mixtral"],
+            TARGETS[:1],
+            [None, 2],
         ),
         *each_choice([coded_mixture], METHODS, MIXTURES, TARGETS, [None, 2]),
         *each_choice(
@@ -552,7 +583,7 @@ def coded(kind: str, folder: Path) -> Path:
 EXPERTS, DOWN = "model.layers.0.mlp.experts", "model.layers.0.mlp.down_proj"
 MAKERS: dict[str, Callable[[Path], Path]] = {
     **{method: partial(make, method=method) for method in METHODS},
-    **{kind: partial(coded, kind) for kind in (*FOUR_BITS, *EIGHT_BITS)},
+    **{kind: partial(coded, kind) for kind in (*GROUPS, *EIGHT_BITS)},
     "mxfp4": lambda folder: save_gpt_oss(folder)[1],
     "tensors of experts": lambda folder: coded_mixture("nf4", folder, "qwen3_moe")[1],
     "stacks of experts": lambda folder: coded_mixture("nf4", folder, "gpt_oss")[1],
@@ -594,6 +625,11 @@ DAMAGED: list[tuple[str, str, Any, str]] = [
     ("gptq", f"{DOWN}.scales", torch.Tensor.int, "down_proj"),
     ("gptq, ordered", f"{DOWN}.g_idx", lambda order: order + 1000, "down_proj"),
     ("awq", f"{DOWN}.qweight", short, "down_proj"),
+    ("awq_gemv", f"{DOWN}.scales", short, "F16 of shape"),
+    ("gptq, 8", f"{DOWN}.qzeros", short, "I32 of shape"),
+    ("packed int8", f"{DOWN}.weight_packed", short, r"found shape \[16, 28\]"),
+    ("modelopt nvfp4", f"{DOWN}.weight_scale", short, "F8_E4M3 of shape"),
+    ("mxfp4-pack-quantized", f"{DOWN}.weight_scale", short, "U8 of shape"),
     ("int4", f"{DOWN}.weight_scale", short, "down_proj"),
     ("nvfp4", f"{DOWN}.weight_global_scale", None, "down_proj"),
     ("mxfp4", f"{EXPERTS}.down_proj_scales", None, r"mlp\.experts"),
@@ -656,14 +692,17 @@ def described(folder: Path, changes: Mapping[str, Any]) -> Path:
         ("nf4", {"load_in_4bit": "x"}, "load_in_4bit", "'x'"),
         ("fp8", {"weight_block_size": 0}, "weight_block_size", "0"),
         ("fp8", {"weight_block_size": [0, 128]}, "weight_block_size", r"\[0, 128\]"),
-        ("gptq", {"bits": 3}, "bits", "3"),
+        ("gptq", {"bits": 5}, "bits", "5"),
+        ("gptq", {"pack_dtype": "int16"}, "pack_dtype", "'int16'"),
         ("gptq", {"group_size": "16"}, "group_size", "'16'"),
-        ("gptq", {"dynamic": {"+:.*0.*": {"bits": 8}}}, r"dynamic\.\+:\.\*0\.\*", "{'bits': 8}"),
+        ("gptq", {"dynamic": {"+:.*0.*": {"bits": 5}}}, r"dynamic\.\+:\.\*0\.\*\.bits", "5"),
+        ("gptq", {"dynamic": {"q": {"adapter": "x"}}}, r"dynamic\.q\.adapter", "'x'"),
+        ("gptq", {"dynamic": {"q": "x"}}, r"dynamic\.q", "'x'"),
         ("gptq", {"checkpoint_format": "marlin"}, "checkpoint_format", "'marlin'"),
         ("gptq", {"checkpoint_format": None, "format": "marlin"}, "format", "'marlin'"),
         ("gptq", {"is_marlin_format": True}, "is_marlin_format", "True"),
         ("gptq", {"sym": "yes"}, "sym", "'yes'"),
-        ("awq", {"version": "gemv"}, "version", "'gemv'"),
+        ("awq", {"version": "marlin"}, "version", "'marlin'"),
         ("awq", {"version": None, "format": "gemv_fast"}, "format", "'gemv_fast'"),
         ("awq", {"zero_point": False}, "zero_point", "False"),
         ("awq", {"bits": 8}, "bits", "8"),
@@ -671,8 +710,8 @@ def described(folder: Path, changes: Mapping[str, Any]) -> Path:
         ("int4", {"config_groups": {}}, "config_groups", "{}"),
         (
             "int4",
-            {"config_groups": {"W8A16": ["Linear"]}},
-            r"config_groups\.W8A16",
+            {"config_groups": {"W3A16": ["Linear"]}},
+            r"config_groups\.W3A16",
             r"\['Linear'\]",
         ),
         (
@@ -682,7 +721,9 @@ def described(folder: Path, changes: Mapping[str, Any]) -> Path:
             "'bitmask'",
         ),
         ("nvfp4", {"transform_config": {"R": 1}}, "transform_config", "{'R': 1}"),
-        ("modelopt", {"quant_algo": "NVFP4"}, "quant_algo", "'NVFP4'"),
+        ("modelopt", {"quant_algo": "NVFP4_AWQ"}, "quant_algo", "'NVFP4_AWQ'"),
+        ("modelopt", {"quant_algo": None}, "quant_algo", "no such field"),
+        ("modelopt nvfp4", {"group_size": 32}, "group_size", "32"),
         *(
             (
                 kind,
@@ -691,6 +732,21 @@ def described(folder: Path, changes: Mapping[str, Any]) -> Path:
                 found,
             )
             for kind, weights, field, found in (
+                ("packed int8", {"num_bits": 3}, "num_bits", "3"),
+                ("packed int8", {"type": "float"}, "type", "'float'"),
+                ("nvfp4", {"num_bits": 8}, "num_bits", "8"),
+                (
+                    "mxfp4-pack-quantized",
+                    {"num_bits": 4, "symmetric": False},
+                    "symmetric",
+                    "False",
+                ),
+                (
+                    "mxfp4-pack-quantized",
+                    {"num_bits": 4, "group_size": 16},
+                    "group_size",
+                    "16",
+                ),
                 ("fp8, tensor", {"type": "float", "strategy": "group"}, "strategy", "'group'"),
                 ("fp8, tensor", {"type": "float", "num_bits": 6}, "num_bits", "6"),
                 ("int8, tensor", {"symmetric": False}, "symmetric", "False"),
@@ -729,6 +785,20 @@ ZEROS = f"{DOWN}.qzeros"
             rf"{ZEROS}: found .* 8 .*checkpoint_format: gptq,",
         ),
         ("gptq_v2", {"sym": None}, {ZEROS: 0x77777777}, r"7 .*checkpoint_format: gptq_v2,"),
+        ("gptq, 8", {"sym": True}, {f"{DOWN}.qzeros": 0x7F7F7F7F}, "127"),
+        ("gptq, 8", {"sym": None}, {ZEROS: 0x80808080}, r"128 .*checkpoint_format: gptq,"),
+        ("gptq_v2, 8", {"sym": None}, {ZEROS: 0x80808080}, None),
+        ("gptq_v2, 8", {"sym": None}, {ZEROS: 0x7F7F7F7F}, r"127 .*checkpoint_format: gptq_v2"),
+        ("gptq, 8", {"bits": 4}, {}, "g_idx: found 32 columns .*4 bits with group_size 16"),
+        (
+            "gptq",
+            {"bits": 8, "dynamic": {"q": {"bits": 4, "group_size": 8}}},
+            {},
+            "found I32 .*8 bits with group_size 16 or 4 bits with group_size 8",
+        ),
+        ("gptq", {"bits": 8, "dynamic": {"q": {"bits": 4}}}, {}, None),
+        ("gptq", {"sym": True, "dynamic": {"q": {"sym": False}}}, {}, None),
+        ("modelopt nvfp4", {"quant_algo": "FP8"}, {}, "U8 of shape .*with a scale for each matrix"),
         (
             "gptq_v2",
             {"sym": None, "checkpoint_format": None},
@@ -782,11 +852,37 @@ def with_tensors(ending: str, change: Callable[[torch.Tensor], torch.Tensor]) ->
     }
 
 
+CACHE_SCALES = {
+    f"model.layers.0.self_attn.{name}": torch.tensor(0.5)
+    for name in ("k_proj.k_scale", "v_proj.v_scale")
+}
+
+
+def in_fp4(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The same matrices, one of which says that it is in fp4, whose table is as good as another."""
+    changed = dict(tensors)
+    stated = json.loads(bytes(changed.pop(STATE).tolist()))
+    text = json.dumps({**stated, "quant_type": "fp4"}).encode()
+    name = STATE.replace("bitsandbytes__nf4", "bitsandbytes__fp4")
+    return {**changed, name: torch.tensor(list(text), dtype=torch.uint8)}
+
+
 LAYOUTS: list[tuple[str, dict[str, Any], Any]] = [
     ("gptq_v2", {"checkpoint_format": None, "format": "GPTQ_v2"}, None),
     ("gptq_v2", {"format": "gptq"}, None),
     ("gptq", {"checkpoint_format": None, "dynamic": {"-:.*lm_head.*": {}}}, None),
     ("awq", {"version": None, "bits": None, "zero_point": None}, None),
+    ("awq_gemv", {"version": "GEMV"}, None),
+    ("modelopt nvfp4", {"quant_algo": "W4A16_NVFP4", "group_size": 16}, None),
+    ("modelopt", {}, lambda tensors: {**tensors, **CACHE_SCALES}),
+    (
+        "fp8, channels",
+        {"quant_method": "modelopt", "quant_algo": "FP8_PER_CHANNEL_PER_TOKEN"},
+        None,
+    ),
+    ("packed int8, channels", {"config_groups": {"W8A16": ["Linear"]}}, None),
+    ("mxfp4-pack-quantized", {"config_groups": {"MXFP4A16": ["Linear"]}}, None),
+    ("nf4", {"bnb_4bit_quant_type": "fp4"}, lambda tensors: in_fp4(tensors)),
     ("awq", {"checkpoint_format": "gemm", "version": "gemv"}, None),
     ("nf4", {"quant_method": None, "bnb_4bit_quant_type": None}, None),
     ("nf4", {"bnb_4bit_quant_type": "fp4"}, None),
@@ -829,6 +925,51 @@ def test_synonyms_and_older_layouts_that_transformers_opens_are_read(
         tensors = {name: value.contiguous() for name, value in changed.items()}
         save_file(tensors, coded / "model.safetensors", {"format": "pt"})
     assert_equal(read_by(coded), expected)
+
+
+def test_layers_of_other_bits_and_groups_are_read_by_their_tensors(
+    copied: Callable[[str, Path], Path], tmp_path: Path
+) -> None:
+    entries = {"-:.*lm_head.*": {}, "+:.*down.*": {"bits": 8, "group_size": 8, "mse": 0.1}}
+    path = described(copied("gptq", tmp_path), {"dynamic": entries})
+    tensors = load_file(path / "model.safetensors")
+    (columns,), (_, rows) = tensors[f"{DOWN}.g_idx"].shape, tensors[f"{DOWN}.qweight"].shape
+    matrix, expected = random_matrix("gptq, 8", rows, columns, 8, seed=5)
+    tensors |= {f"{DOWN}.{name}": value for name, value in matrix.items()}
+    save_file(tensors, path / "model.safetensors", {"format": "pt"})
+    found = read_by(path)
+    assert_same_bits(DOWN, found[f"{DOWN}.weight"], expected.half())
+    others = read_by(copied("gptq", tmp_path / "as it was"))
+    del found[f"{DOWN}.weight"], others[f"{DOWN}.weight"]
+    assert_equal(found, others)
+
+
+def test_modelopts_own_file_says_what_config_json_leaves_out(
+    copied: Callable[[str, Path], Path], tmp_path: Path
+) -> None:
+    path = copied("modelopt nvfp4", tmp_path)
+    expected = read_by(path)
+    config = json.loads((path / "config.json").read_bytes())
+    del config["quantization_config"]
+    (path / "config.json").write_text(json.dumps(config))
+    own = path / "hf_quant_config.json"
+    fields = {"quant_algo": "NVFP4", "group_size": 16, "exclude_modules": ["lm_head"]}
+    own.write_text(json.dumps({"producer": {"name": "modelopt"}, "quantization": fields}))
+    assert_equal(read_by(path), expected)
+    (path / "quantize_config.json").write_text("{}")
+    exported = dequantised(path, tmp_path)
+    assert not list(exported.glob("*quant*.json")), "of weights that are not encoded any more"
+    assert_equal(read_by(exported), expected)
+    for quantization, told in (
+        ({"quant_algo": "MIXED_PRECISION"}, r"quantization\.quant_algo: found 'MIXED_PRECISION'"),
+        ("x", "quantization: found 'x'; expected an object"),
+    ):
+        own.write_text(json.dumps({"quantization": quantization}))
+        with pytest.raises(UnsupportedModelError, match=rf"hf_quant_config\.json: {told}"):
+            open_checkpoint(path)
+    own.write_text(json.dumps({"quantization": {"quant_algo": None, "kv_cache_quant_algo": "FP8"}}))
+    shutil.copy(exported / "model.safetensors", path / "model.safetensors")
+    assert_equal(read_by(path), expected)
 
 
 @pytest.mark.parametrize("kind", ["nf4", "buffers"])
@@ -992,9 +1133,15 @@ NF4: dict[str, Any] = {
         ({**NF4, "bnb_4bit_use_double_quant": True}, "auto"),
         ({**NF4, "bnb_4bit_use_double_quant": False}, "auto"),
         ({**NF4, "bnb_4bit_quant_storage": "bfloat16"}, "auto"),
+        ({**NF4, "bnb_4bit_quant_type": "fp4"}, "auto"),
+        ({**NF4, "bnb_4bit_quant_type": "fp4", "bnb_4bit_use_double_quant": True}, torch.float16),
+        *(
+            ({**NF4, "bnb_4bit_quant_type": kind, "bnb_4bit_quant_storage": storage}, "auto")
+            for kind, storage in (("fp4", "float32"), ("nf4", "float16"), ("nf4", "int8"))
+        ),
         ({"load_in_8bit": True}, torch.float16),
     ],
-    ids=["nested", "nf4", "in bfloat16", "int8"],
+    ids=str,
 )
 def test_what_bitsandbytes_writes_is_read(
     options: dict[str, Any], dtype: Any, tmp_path: Path

@@ -97,6 +97,9 @@ from zo2core.ranges import require_whole
 GENERATION = "generation_config.json"
 # of the run that made a model or an adapter; another run's export has its own
 PROMPT = "zo2_prompt.json"
+_MODELOPT_FILE = "hf_quant_config.json"
+# in which quantisers describe encoded weights, beside config.json
+_QUANTIZATION_FILES = (_MODELOPT_FILE, "quantize_config.json", "quant_config.json")
 SUFFIXES = frozenset({".json", ".txt", ".model", ".jinja"})  # of the files beside the weights
 _OTHER_WEIGHTS = frozenset({".safetensors", ".gguf"})
 
@@ -507,6 +510,8 @@ class ModelDirectory:
     def companions(self, skeleton: PreTrainedModel, dtype: torch.dtype) -> dict[str, Path | bytes]:
         """Files to write beside exported weights of this dtype."""
         files, rewritten = portable_companions(self._directory)
+        for name in _QUANTIZATION_FILES:  # exported weights are decoded
+            files.pop(name, None)
         if rewritten:
             warnings.warn(remote_code_note(rewritten), ZO2Warning, stacklevel=3)
         config = without_remote_code(json_object(self.described_in))
@@ -569,7 +574,21 @@ def _read_config(path: Path) -> tuple[PretrainedConfig, Quantization | None]:
         if quantization:
             del holder.quantization_config
             return config, Quantization.of(path, quantization)
-    return config, None
+    return config, _modelopt_quantization(path.with_name(_MODELOPT_FILE))
+
+
+def _modelopt_quantization(path: Path) -> Quantization | None:
+    """What ModelOpt's own file says of weights, if there is one; ``config.json`` counts before
+    it.
+    """
+    if not path.exists():
+        return None
+    quantization = json_object(_checked(path, path.parent)).get("quantization")
+    if isinstance(quantization, dict):
+        if quantization.get("quant_algo") is None:  # a cache of keys and values alone
+            return None
+        quantization = {**quantization, "quant_method": "modelopt"}
+    return Quantization.of(path, quantization, "quantization")
 
 
 def first_line(error: Exception) -> str:

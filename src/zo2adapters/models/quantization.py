@@ -1,11 +1,12 @@
 """How a checkpoint is quantised: what ``config.json`` says, compared with the tensors.
 
 Formats, as transformers reads them: bitsandbytes of 8 bits (``weight`` in int8, ``SCB`` beside it)
-and 4 bits (nf4: ``weight`` with ``weight.absmax``, ``weight.quant_map``, a JSON object in bytes,
-and nested ones where scales are quantised, too), fine-grained FP8 (``weight`` in e4m3,
-``weight_scale_inv``), MXFP4 of gpt-oss's experts (``_blocks`` and ``_scales``), GPTQ and AWQ of 4
-bits, and compressed-tensors' packed integers of 4 bits, NVFP4, and its FP8 and integers of 8 bits
-with ``weight_scale`` by channel or by tensor, which fbgemm's and ModelOpt's FP8 are, too.
+and 4 bits (nf4 and fp4: ``weight`` with ``weight.absmax``, ``weight.quant_map``, a JSON object in
+bytes, and nested ones where scales are quantised, too), fine-grained FP8 (``weight`` in e4m3,
+``weight_scale_inv``), MXFP4 of gpt-oss's experts (``_blocks`` and ``_scales``), GPTQ of 2, 3, 4 and
+8 bits, AWQ of 4, compressed-tensors' packed integers of 4 and 8 bits, NVFP4 (ModelOpt's, too) and
+MXFP4, and its FP8 and integers of 8 bits with ``weight_scale`` by channel or by tensor, which
+fbgemm's and ModelOpt's FP8 are, too.
 
 A field of ``quantization_config`` that does not fit is refused by its name and value. Its synonyms
 and defaults are those of transformers.
@@ -25,13 +26,15 @@ import torch
 
 from zo2core.checkpoint.shards import DTYPE_NAMES, DTYPES, SafetensorsReader, TensorEntry
 from zo2core.encodings.forms import (
+    FLOAT_GROUPS,
     MXFP4_BLOCK,
+    Float4Groups,
     Float8Blocks,
-    FourBitGroups,
     Int8Rows,
     MatrixStack,
     MXFP4Stack,
     NF4Blocks,
+    PackedGroups,
 )
 from zo2core.errors import CheckpointError, UnsupportedModelError
 from zo2core.types import Encoding
@@ -49,6 +52,7 @@ SUFFIXES = {  # suffixes of a layer's tensors, by the encoding's name and the pa
         "nested scales": ".weight.nested_absmax",
         "nested table": ".weight.nested_quant_map",
         "state": ".weight.quant_state.bitsandbytes__nf4",
+        "fp4 state": ".weight.quant_state.bitsandbytes__fp4",
     },
     "scaled fp8": _SCALED,
     "scaled int8": _SCALED,
@@ -56,7 +60,8 @@ SUFFIXES = {  # suffixes of a layer's tensors, by the encoding's name and the pa
     "gptq": _INTEGERS,
     "gptq_v2": _INTEGERS,
     "awq": _INTEGERS,
-    "int4": {
+    "awq_gemv": _INTEGERS,
+    "pack-quantized": {
         "codes": ".weight_packed",
         "scales": ".weight_scale",
         "zeros": ".weight_zero_point",
@@ -67,34 +72,55 @@ SUFFIXES = {  # suffixes of a layer's tensors, by the encoding's name and the pa
         "scales": ".weight_scale",
         "global": ".weight_global_scale",
     },
+    "modelopt nvfp4": {
+        "codes": ".weight",
+        "scales": ".weight_scale",
+        "global": ".weight_scale_2",
+    },
+    "mxfp4-pack-quantized": {"codes": ".weight_packed", "scales": ".weight_scale"},
 }
 # between the name of a tensor of three axes and the number of one of its matrices; of this package
 MATRIX = ".matrices."
 # of compressed-tensors, beside what is decoded
 _UNUSED = (".weight_shape", ".input_global_scale", ".input_scale")
+# scales of an 8-bit cache of keys and values
+_CACHE_SCALES = (".k_scale", ".v_scale")
 # suffixes that encoded layers alone have
-_MARKS = {name: roles["codes"] for name, roles in SUFFIXES.items()}
-_MARKS |= dict.fromkeys(("scaled fp8", "scaled int8"), ".weight_scale")
-_MARKS |= {"int8": ".SCB", "fp8": ".weight_scale_inv", "nf4": SUFFIXES["nf4"]["state"]}
-_FP4 = ".quant_state.bitsandbytes__fp4"
+_MARKS: dict[str, tuple[str, ...]] = {name: (roles["codes"],) for name, roles in SUFFIXES.items()}
+_MARKS |= dict.fromkeys(("scaled fp8", "scaled int8"), (".weight_scale",))
+_MARKS |= {"int8": (".SCB",), "fp8": (".weight_scale_inv",)}
+_MARKS |= {"modelopt nvfp4": (".weight_scale_2",)}
+_MARKS |= {"nf4": (SUFFIXES["nf4"]["state"], SUFFIXES["nf4"]["fp4 state"])}
 _MAX_BLOCK = 4096  # weights or scales that share a scale, bitsandbytes' limit
 _MAX_OFFSET = torch.finfo(torch.float32).max
 _MAX_STATE_BYTES = 4096
 
 _GROUP = 128  # weights that share a scale, unless the config says otherwise
-_SYMMETRIC = {"gptq": b"\x77", "gptq_v2": b"\x88"}  # two zeros of symmetric matrices, as stored
-_WHOLE_BYTES = (
-    "nf4",
-    "nvfp4",
-    "scaled fp8",
-    "scaled int8",
-)  # encodings whose parts have various shapes and dtypes
+_LESS = {"gptq": 1, "gptq_v2": 0}  # what zeros are stored less
+# encodings whose parts have various shapes and dtypes
+_WHOLE_BYTES = ("nf4", "scaled fp8", "scaled int8", *FLOAT_GROUPS)
+_GPTQ_BITS = (2, 3, 4, 8)
+# what entries of GPTQ's ``dynamic`` may say of layers without saying more of their tensors' layout
+_OF_LAYERS = (
+    "bits",
+    "group_size",
+    "sym",
+    "desc_act",
+    "act_group_aware",
+    "static_groups",
+    "damp_percent",
+    "damp_auto_increment",
+    "mse",
+)
 # compressed-tensors' names for schemes of weights
 _PRESETS: Mapping[str, Mapping[str, Any]] = {
     "W4A16": {"num_bits": 4, "group_size": 128},
     "W4A16_ASYM": {"num_bits": 4, "group_size": 128, "symmetric": False},
     "NVFP4": {"num_bits": 4, "group_size": 16},
     "NVFP4A16": {"num_bits": 4, "group_size": 16},
+    "MXFP4": {"num_bits": 4, "group_size": 32},
+    "MXFP4A16": {"num_bits": 4, "group_size": 32},
+    "W8A16": {"num_bits": 8, "strategy": "channel"},
     "FP8": {"num_bits": 8, "type": "float", "strategy": "tensor"},
     "FP8_DYNAMIC": {"num_bits": 8, "type": "float", "strategy": "channel"},
     "FP8_BLOCK": {
@@ -105,8 +131,17 @@ _PRESETS: Mapping[str, Mapping[str, Any]] = {
     },
     "W8A8": {"num_bits": 8, "strategy": "channel"},
 }
+# compressed-tensors' formats of 4-bit floats, by their names here
+_FLOAT_FORMATS = {
+    "nvfp4-pack-quantized": "nvfp4",
+    "mxfp4-pack-quantized": "mxfp4-pack-quantized",
+}
 # compressed-tensors' formats of codes that fill a byte
 _WHOLE_CODES = ("float-quantized", "int-quantized", "naive-quantized")
+
+# ModelOpt's names for FP8, with the rows and columns that share a scale, and for NVFP4
+_MODELOPT_FP8 = {"FP8": (0, 0), "FP8_PER_CHANNEL_PER_TOKEN": (1, 0)}
+_MODELOPT_NVFP4 = ("NVFP4", "W4A16_NVFP4")
 
 _FIELD = "quantization_config"
 _REMEDY = (
@@ -154,11 +189,12 @@ class _Fields(NamedTuple):
             return value
         raise self.refused("true or false", *names)
 
-    def require_number(self, number: int, *names: str, default: int | None) -> None:
-        """Refuse any other number."""
+    def number(self, *names: str, allowed: Sequence[int], default: int | None) -> int:
+        """One of these numbers."""
         value = self.value(*names, default=default)
-        if type(value) is not int or value != number:
-            raise self.refused(str(number), *names)
+        if type(value) is not int or value not in allowed:
+            raise self.refused(" or ".join(map(str, allowed)), *names)
+        return value
 
     def group(self, *names: str, default: int | None) -> int | None:
         """Weights of a row that share a scale; None is the whole row, which is -1 in the file."""
@@ -186,14 +222,17 @@ class Quantization:
     block: tuple[int, int] = (128, 128)
     group: int | None = None  # weights of a row that share a scale; None: all
     is_symmetric: bool | None = None  # whether all zeros are the same; None: it is not said
+    bits: int = 4  # of a packed integer
+    # bits and groups of other layers, which their tensors tell
+    of_layers: tuple[tuple[int, int | None], ...] = ()
 
     @classmethod
-    def of(cls, where: Path, config: Any) -> Quantization:
-        """Read a config's ``quantization_config``."""
-        fields = _Fields(f"{where}: {_FIELD}", config if isinstance(config, Mapping) else {})
+    def of(cls, where: Path, config: Any, field: str = _FIELD) -> Quantization:
+        """Read a config's ``quantization_config``, or the field of this name."""
+        fields = _Fields(f"{where}: {field}", config if isinstance(config, Mapping) else {})
         if not isinstance(config, Mapping):
             found = repr(config)[:80]
-            raise UnsupportedModelError(f"{where}: {_FIELD}", found, "an object", _REMEDY)
+            raise UnsupportedModelError(f"{where}: {field}", found, "an object", _REMEDY)
         if fields.value("load_in_8bit") or fields.value("load_in_4bit"):  # of old checkpoints alone
             return cls(where, _bitsandbytes(fields))
         method = fields.value("quant_method")
@@ -224,21 +263,25 @@ class Quantization:
         """A checkpoint's tensors as if none were encoded, and the encoded ones, by the parameters'
         names.
         """
-        mark = _MARKS[self.method]
+        marks = _MARKS[self.method]
         leaf = "" if self.method == "mxfp4" else ".weight"
-        layers = sorted(name.removesuffix(mark) for name in entries if name.endswith(mark))
-        if self.method == "nf4":
-            _refuse_fp4(entries)
+        layers = sorted(
+            name.removesuffix(mark) for mark in marks for name in entries if name.endswith(mark)
+        )
         if not layers:
             raise UnsupportedModelError(
                 self.where,
                 f"{_FIELD} of {self.method}, and no tensor of it",
-                f"the tensors that belong to this config, whose names end in {mark}",
+                f"the tensors that belong to this config, whose names end in {' or '.join(marks)}",
                 f"take {_FIELD} out of config.json if the weights are not quantised",
             )
         suffixes = *SUFFIXES[self.method].values(), *_UNUSED
         parts = {f"{layer}{suffix}" for layer in layers for suffix in suffixes}
-        plain = {name: entry for name, entry in entries.items() if name not in parts}
+        plain = {
+            name: entry
+            for name, entry in entries.items()
+            if name not in parts and not name.endswith(_CACHE_SCALES)
+        }
         with contextlib.closing(SafetensorsReader({})) as reader:
             for layer in layers:
                 self._require_zeros(entries, layer, reader)
@@ -252,25 +295,29 @@ class Quantization:
     ) -> None:
         """Compare what the config says of zeros with samples of them.
 
-        A file cannot say of which version of GPTQ it is, but the zeros of symmetric matrices are 8
-        in every quantiser, which the first version stores as 7.
+        A file cannot say of which version of GPTQ it is, but the zeros of symmetric matrices are
+        half of the codes' number in every quantiser (8 of 4 bits), which the first version stores
+        less 1.
         """
         zeros = entries.get(f"{layer}{SUFFIXES[self.method].get('zeros')}")
-        is_checked = self.method not in ("awq",) and self.is_symmetric is not False
+        is_checked = self.method not in ("awq", "awq_gemv") and self.is_symmetric is not False
         if zeros is None or not is_checked:
             return
         samples = b"".join(reader.samples(zeros))
-        if self.method not in _SYMMETRIC:
+        if self.method not in _LESS:
             if any(samples):
                 raise self._contradicted(zeros, "symmetric", "true", "zeros that are not 0")
             return
-        symmetric_zeros = _SYMMETRIC[self.method]
-        [(name, other)] = [pair for pair in _SYMMETRIC.items() if pair[0] != self.method]
-        if samples and not samples.strip(other):
-            found = f"zeros stored as {other[0] & 15} throughout, which are those of {name}"
+        bits, _ = self._bits_and_group(entries, layer)
+        half = 1 << bits - 1
+        stored = half - _LESS[self.method]
+        [name] = (name for name in _LESS if name != self.method)
+        other = half - _LESS[name]
+        if samples and not samples.strip(_repeated(other, bits)):
+            found = f"zeros stored as {other} throughout, which are those of {name}"
             raise self._contradicted(zeros, "checkpoint_format", self.method, found)
-        if self.is_symmetric and samples.strip(symmetric_zeros):
-            found = f"zeros that are not stored as {symmetric_zeros[0] & 15}"
+        if self.is_symmetric and samples.strip(_repeated(stored, bits)):
+            found = f"zeros that are not stored as {stored}"
             raise self._contradicted(zeros, "sym", "true", found)
 
     def _contradicted(
@@ -306,16 +353,18 @@ class Quantization:
             return f" with a scale for {words.get(self.block, blocks)}"
         if self.method == "fp8":
             return f" with weight_block_size {list(self.block)}"
-        if self.method not in ("gptq", "gptq_v2", "awq", "int4"):
+        if self.method not in ("gptq", "gptq_v2", "awq", "awq_gemv", "pack-quantized"):
             return ""
-        return f" with group_size {-1 if self.group is None else self.group}"
+        forms = ((self.bits, self.group), *self.of_layers)
+        told = (f"{bits} bits with group_size {group or -1}" for bits, group in forms)
+        return f" of {' or '.join(told)}"
 
     def _encoding(
         self, entries: Mapping[str, TensorEntry], layer: str
     ) -> tuple[Encoding, tuple[int, ...]]:
         """The encoding and the shape of a layer's matrix."""
         if self.method == "nf4":
-            return _nf4(self._entry(entries, layer, "state"))
+            return self._nf4(entries, layer)
         codes = self._entry(entries, layer, "codes")
         if self.method == "mxfp4" and len(codes.shape) == 4:
             *stack, outputs, blocks, _ = codes.shape
@@ -353,29 +402,61 @@ class Quantization:
         block = self.block[0] or max(rows, 1), self.block[1] or max(columns, 1)
         return Float8Blocks(block, scales), (rows, columns)
 
+    def _nf4(
+        self, entries: Mapping[str, TensorEntry], layer: str
+    ) -> tuple[NF4Blocks, tuple[int, ...]]:
+        """The encoding and the shape of a matrix of bitsandbytes' 4 bits, whose type the name of
+        its state says.
+        """
+        suffixes = SUFFIXES["nf4"]
+        states = {"nf4": suffixes["state"], "fp4": suffixes["fp4 state"]}
+        kind = next(kind for kind, suffix in states.items() if f"{layer}{suffix}" in entries)
+        return _four_bit_blocks(entries[f"{layer}{states[kind]}"], kind)
+
     def _groups(
         self, entries: Mapping[str, TensorEntry], layer: str, first: int, second: int
-    ) -> tuple[FourBitGroups, tuple[int, int]]:
-        """The encoding and the shape of a matrix of 4 bits a weight, whose codes have this
-        shape.
+    ) -> tuple[PackedGroups | Float4Groups, tuple[int, int]]:
+        """The encoding and the shape of a matrix of 8 bits a weight or fewer with a scale for each
+        group of a row's weights, whose codes have this shape.
         """
-        shapes = {
-            "awq": (8 * second, first),
-            "int4": (first, 8 * second),
-            "nvfp4": (first, 2 * second),
-        }
-        rows, columns = shapes.get(self.method, (second, 8 * first))
+        if self.method in FLOAT_GROUPS:
+            return Float4Groups(self.method), (first, 2 * second)
+        bits, group = self._bits_and_group(entries, layer)
+        rows, columns = second, 32 * first // bits
+        if self.method == "awq":
+            rows, columns = 8 * second, first
+        elif self.method in ("pack-quantized", "awq_gemv"):
+            rows, columns = first, 32 * second // bits
         stated = _stated_shape(entries.get(f"{layer}.weight_shape"))
-        if stated is not None and stated[0] == rows and columns - 8 < stated[1] <= columns:
+        if stated is not None and stated[0] == rows and 0 <= columns - stated[1] < 32 // bits:
             columns = stated[1]
-        group = min(self.group or columns, max(columns, 1))
+        group = min(group or columns, max(columns, 1))
         scales = self._entry(entries, layer, "scales").torch_dtype or torch.float16
         suffix = SUFFIXES[self.method].get("order")
         order = None if suffix is None else entries.get(f"{layer}{suffix}")
         is_ordered = order is not None and self._is_ordered(order, columns, group)
-        has_zeros = self.method not in ("int4", "nvfp4") or self.is_symmetric is False
-        encoding = FourBitGroups(self.method, group, scales, has_zeros, is_ordered)
+        has_zeros = self.method != "pack-quantized" or self.is_symmetric is False
+        encoding = PackedGroups(self.method, group, scales, has_zeros, is_ordered, bits)
         return encoding, (rows, columns)
+
+    def _bits_and_group(
+        self, entries: Mapping[str, TensorEntry], layer: str
+    ) -> tuple[int, int | None]:
+        """The bits of a layer's codes, and the weights that share a scale: those of the config, or
+        of its entries for some layers those that fit the layer's tensors.
+        """
+        if not self.of_layers:
+            return self.bits, self.group
+        codes = self._entry(entries, layer, "codes")
+        scales = self._entry(entries, layer, "scales")
+        (columns, *_) = self._entry(entries, layer, "order").shape or (0,)
+        forms = ((self.bits, self.group), *self.of_layers)
+        for bits, group in forms:
+            groups = -(-columns // group) if group else 1
+            if codes.shape[:1] == (columns * bits // 32,) and scales.shape[:1] == (groups,):
+                return bits, group
+        found = f"{codes.dtype} of shape {list(codes.shape)}, and scales of {list(scales.shape)}"
+        raise malformed_tensor(codes, found, f"{columns} columns in {self.method}{self._in_groups}")
 
     def _is_ordered(self, order: TensorEntry, columns: int, group: int) -> bool:
         """Whether columns of a group are not neighbours."""
@@ -383,7 +464,7 @@ class Quantization:
         groups = torch.frombuffer(content, dtype=torch.int32)
         least = int(groups.min())
         most = int(groups.max())
-        if self.method == "int4" and least == -1:  # compressed-tensors' mark for no order
+        if self.method == "pack-quantized" and least == -1:  # compressed-tensors' mark for no order
             return False
         count = -(-columns // group)
         if len(groups) != columns or not 0 <= least <= most < count:
@@ -402,7 +483,7 @@ class Quantization:
 
 
 def _bitsandbytes(fields: _Fields) -> str:
-    """Int8 or nf4. The type of 4 bits is read from the tensors, as in transformers."""
+    """Int8 or 4 bits. The type of 4 bits is read from the tensors, as in transformers."""
     is_int8 = fields.flag("load_in_8bit", default=False)
     is_nf4 = fields.flag("load_in_4bit", default=False)
     fields.text("bnb_4bit_quant_type")
@@ -423,35 +504,47 @@ def _block(fields: _Fields) -> tuple[int, int]:
 
 def _gptq(where: Path, fields: _Fields) -> Quantization:
     form = ("checkpoint_format", "format")  # the second is its later name; the first counts
-    fields.require_number(4, "bits", default=None)
+    bits = fields.number("bits", allowed=_GPTQ_BITS, default=None)
     method = fields.text(*form, default="gptq")
-    if method not in _SYMMETRIC:
+    if method not in _LESS:
         raise fields.refused("gptq or gptq_v2", *form)
     if fields.value("is_marlin_format"):
         raise fields.refused("false", "is_marlin_format")
+    if fields.text("pack_dtype", default="int32") != "int32":
+        raise fields.refused("int32", "pack_dtype")
+    group = fields.group("group_size", default=_GROUP)
+    symmetric = fields.flag("sym", default=None)
+    of_layers: list[tuple[int, int | None]] = []
     dynamic = fields.inner("dynamic")
     for pattern in dynamic.values:
-        if not pattern.startswith("-:"):  # which leaves layers as they are
-            raise dynamic.refused("no other settings for some layers", pattern)
+        if pattern.startswith("-:"):  # which leaves layers as they are
+            continue
+        entry = dynamic.inner(pattern)
+        for name in entry.values:
+            if name not in _OF_LAYERS:
+                raise entry.refused(f"only {', '.join(_OF_LAYERS)}", name)
+        other = entry.number("bits", allowed=_GPTQ_BITS, default=bits)
+        of_layers.append((other, entry.group("group_size", default=group or -1)))
+        if entry.flag("sym", default=symmetric) != symmetric:
+            symmetric = None
     return Quantization(
-        where,
-        method,
-        group=fields.group("group_size", default=_GROUP),
-        is_symmetric=fields.flag("sym", default=None),
+        where, method, group=group, is_symmetric=symmetric, bits=bits, of_layers=tuple(of_layers)
     )
 
 
 def _awq(where: Path, fields: _Fields) -> Quantization:
     form = ("checkpoint_format", "version", "format")
-    fields.require_number(4, "bits", "w_bit", default=4)
-    if fields.text(*form, default="gemm") != "gemm":
-        raise fields.refused("gemm", *form)
+    fields.number("bits", "w_bit", allowed=(4,), default=4)
+    methods = {"gemm": "awq", "gemv": "awq_gemv"}
+    layout = fields.text(*form, default="gemm")
+    if layout not in methods:
+        raise fields.refused(" or ".join(methods), *form)
     if fields.value("backend") == "llm-awq":
-        raise fields.refused("a backend for the layout gemm", "backend")
+        raise fields.refused("a backend for the layouts gemm and gemv", "backend")
     if fields.flag("zero_point", default=True) is not True:
         raise fields.refused("true", "zero_point")
     group = fields.group("group_size", "q_group_size", default=_GROUP)
-    return Quantization(where, "awq", group=group)
+    return Quantization(where, methods[layout], group=group)
 
 
 def _compressed_tensors(where: Path, fields: _Fields) -> Quantization:
@@ -465,20 +558,25 @@ def _compressed_tensors(where: Path, fields: _Fields) -> Quantization:
     form, weights = _scheme(fields)
     if form in _WHOLE_CODES:
         return _of_whole_codes(where, weights)
-    weights.require_number(4, "num_bits", default=8)
-    if form == "nvfp4-pack-quantized":
-        weights.require_number(16, "group_size", default=16)
-        return Quantization(where, "nvfp4", group=16)
+    if form in _FLOAT_FORMATS:
+        method = _FLOAT_FORMATS[form]
+        size = FLOAT_GROUPS[method].weights
+        weights.number("num_bits", allowed=(4,), default=8)
+        weights.number("group_size", allowed=(size,), default=size)
+        if weights.flag("symmetric", default=True) is not True:
+            raise weights.refused("true", "symmetric")
+        return Quantization(where, method)
+    bits = weights.number("num_bits", allowed=(4, 8), default=8)
     if weights.text("type", default="int") != "int":
         raise weights.refused("int", "type")
     fields.text("quantization_status")
     symmetric = weights.flag("symmetric", default=True)
-    return Quantization(where, "int4", group=_group(weights), is_symmetric=symmetric)
+    return Quantization(where, form, group=_group(weights), is_symmetric=symmetric, bits=bits)
 
 
 def _of_whole_codes(where: Path, weights: _Fields) -> Quantization:
     """Compressed-tensors' FP8, and integers of 8 bits."""
-    weights.require_number(8, "num_bits", default=8)
+    weights.number("num_bits", allowed=(8,), default=8)
     kind = weights.text("type", default="int")
     if kind not in ("int", "float"):
         raise weights.refused("int or float", "type")
@@ -498,10 +596,15 @@ def _of_whole_codes(where: Path, weights: _Fields) -> Quantization:
 
 
 def _modelopt(where: Path, fields: _Fields) -> Quantization:
-    """ModelOpt's FP8, which has a scale for each tensor."""
-    if fields.text("quant_algo").upper() != "FP8":
-        raise fields.refused("FP8", "quant_algo")
-    return Quantization(where, "scaled fp8", block=(0, 0))
+    """ModelOpt's FP8, with a scale for each tensor or row, and its NVFP4."""
+    algorithm = fields.text("quant_algo").upper()
+    if algorithm in _MODELOPT_FP8:
+        return Quantization(where, "scaled fp8", block=_MODELOPT_FP8[algorithm])
+    if algorithm not in _MODELOPT_NVFP4:
+        known = ", ".join((*_MODELOPT_FP8, *_MODELOPT_NVFP4))
+        raise fields.refused(f"one of {known}", "quant_algo")
+    fields.number("group_size", allowed=(16,), default=16)
+    return Quantization(where, "modelopt nvfp4")
 
 
 def _group(weights: _Fields) -> int | None:
@@ -535,19 +638,15 @@ def _scheme(fields: _Fields) -> tuple[str, _Fields]:
         weights = scheme.inner("weights")
     of_group = fields if scheme.value("format") is None else scheme
     form = of_group.text("format", default="dense")
-    known = ("pack-quantized", "nvfp4-pack-quantized", *_WHOLE_CODES)
+    known = ("pack-quantized", *_FLOAT_FORMATS, *_WHOLE_CODES)
     if form not in known:
         raise of_group.refused(f"one of {', '.join(known)}", "format")
     return form, weights
 
 
-def _refuse_fp4(entries: Mapping[str, TensorEntry]) -> None:
-    for name, entry in entries.items():
-        if name.endswith(_FP4):
-            remedy = "quantise the original again with bnb_4bit_quant_type nf4, or use that"
-            raise UnsupportedModelError(
-                f"{entry.path}: {name}", "4 bits of bitsandbytes as fp4", "nf4", remedy
-            )
+def _repeated(code: int, bits: int) -> bytes:
+    """The bytes of words that are full of one code."""
+    return sum(code << place for place in range(0, 8 * bits, bits)).to_bytes(bits, "little")
 
 
 def _stated_shape(entry: TensorEntry | None) -> tuple[int, int] | None:
@@ -586,7 +685,7 @@ def _with_stacks(encoded: Mapping[str, EncodedTensor]) -> dict[str, EncodedTenso
     return united
 
 
-def _nf4(entry: TensorEntry) -> tuple[NF4Blocks, tuple[int, ...]]:
+def _four_bit_blocks(entry: TensorEntry, kind: str) -> tuple[NF4Blocks, tuple[int, ...]]:
     """Read encoding and shape from the JSON object beside a matrix."""
     try:
         state = json.loads(_read(entry))
@@ -606,11 +705,11 @@ def _nf4(entry: TensorEntry) -> tuple[NF4Blocks, tuple[int, ...]]:
     sizes = block, 2 if nested is None else nested
     if not (_are_sizes(shape) and _are_sizes(sizes) and max(sizes) <= _MAX_BLOCK):
         raise malformed_tensor(entry, f"shape {shape}, blocks of {block} and {nested}")
-    if state.get("quant_type") != "nf4" or block % 2 or not abs(offset) <= _MAX_OFFSET:
+    if state.get("quant_type") != kind or block % 2 or not abs(offset) <= _MAX_OFFSET:
         raise malformed_tensor(
             entry, f"type {state.get('quant_type')}, blocks of {block}, an offset of {offset}"
         )
-    return NF4Blocks(block, nested, offset), shape
+    return NF4Blocks(block, nested, offset, kind), shape
 
 
 def _read(entry: TensorEntry, most: int = _MAX_STATE_BYTES, dtype: str = "U8") -> bytes:

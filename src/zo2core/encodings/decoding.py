@@ -6,10 +6,10 @@ llama.cpp's gguf package, and rounded once: a model whose weights were decoded b
 the same bits. Encoded weights are never trained: they are encoded once, when a checkpoint is made.
 Those of GGUF files are only decoded.
 
-GPTQ (arXiv 2210.17323) and AWQ (arXiv 2306.00978) store a matrix with inputs first,
-compressed-tensors and NVFP4 by rows. A weight is ``(value of its code - zero) * scale``, with a
-scale and mostly a zero for each group of a row's weights. Zeros and scales are unpacked here, with
-torch; codes by a compiled kernel, or by the reference.
+GPTQ (arXiv 2210.17323) and AWQ (arXiv 2306.00978) store a matrix with inputs first, AWQ's gemv,
+compressed-tensors, NVFP4 and MXFP4 by rows. A weight is ``(value of its code - zero) * scale``,
+with a scale and mostly a zero for each group of a row's weights. Zeros and scales are unpacked
+here, with torch; codes by a compiled kernel, or by the reference.
 
 The blocks of GGUF files are decoded by the operations of llama.cpp's gguf package, in their order,
 so the bits are equal. NaNs may have another payload.
@@ -30,14 +30,15 @@ from torch import Tensor
 from zo2core.encodings.forms import (
     GGUF_BLOCKS,
     MXFP4_BLOCK,
+    Float4Groups,
     Float8Blocks,
-    FourBitGroups,
     GGUFRows,
     Int8Rows,
     MatrixEncoding,
     MatrixStack,
     MXFP4Stack,
     NF4Blocks,
+    PackedGroups,
 )
 from zo2core.encodings.gguf import GGUF_DECODERS, grid_of, row_order
 from zo2core.kernels import dispatch
@@ -57,8 +58,9 @@ NF4_TABLE = (
 FP4_TABLE = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
 # where the codes of 8 neighbours are in a word, if not in their order
 _PLACES = {"awq": (0, 4, 1, 5, 2, 6, 3, 7)}
-_SYMMETRIC = 8.0  # the zero of formats that store none
-_V1 = 0x11111111  # files of GPTQ's first version store each zero less 1
+# the order of decode.c's enum; others have codes row by row
+_LAYOUTS = {"gptq": 0, "gptq_v2": 0, "awq": 1}
+_BY_ROWS = 2
 # the order of gguf.c's enum
 _GGUF_KINDS = {name: number for number, name in enumerate(GGUF_BLOCKS)}
 _NF4_ROLES = ("codes", "scales", "table", "nested scales", "nested table")
@@ -95,7 +97,7 @@ def decode(
         parts = _Parts(encoding.parts(shape), stored[begin:])
         first = first + rows
         begin = begin + encoded_bytes(encoding, shape)
-        if not dispatch.decodes(stored, out):
+        if not dispatch.decodes(stored, out) or getattr(encoding, "bits", 4) != 4:
             _decode(encoding, parts, matrix)
             continue
         units, run = _compiled(encoding, parts, matrix, shape)
@@ -135,19 +137,15 @@ def _compiled(
         return rows, lambda first, last: compiled.zo2core_decode_gguf(
             *memory, *of_rows, first, last
         )
-    if isinstance(encoding, FourBitGroups):
+    if isinstance(encoding, PackedGroups | Float4Groups):
         groups = _groups(encoding, parts)
-        # the order of decode.c's enum
-        layout = 0
-        if not encoding.inputs_first:
-            layout = 2
-        elif encoding.name == "awq":
-            layout = 1
+        are_floats = isinstance(encoding, Float4Groups)
+        layout = _LAYOUTS.get(encoding.name, _BY_ROWS)
 
         def run_eights(first: int, last: int) -> None:
             addresses = (None if tensor is None else tensor.data_ptr() for tensor in groups)
             ends = 8 * first, min(8 * last, rows)
-            sizes = encoding.name == "nvfp4", layout, rows, columns, encoding.group, *ends
+            sizes = are_floats, layout, rows, columns, encoding.group, *ends
             compiled.zo2core_decode_four_bits(*memory, *addresses, *sizes)
 
         return -(-rows // 8), run_eights
@@ -185,8 +183,8 @@ def _decode(encoding: MatrixEncoding | MXFP4Stack, parts: _Parts, matrix: Tensor
     if isinstance(encoding, MXFP4Stack):
         _decode_mxfp4(parts["codes"], parts["scales"], matrix)
         return
-    if isinstance(encoding, FourBitGroups):
-        _decode_four_bits(encoding, parts, matrix)
+    if isinstance(encoding, PackedGroups | Float4Groups):
+        _decode_groups(encoding, parts, matrix)
         return
     if isinstance(encoding, NF4Blocks):
         _decode_nf4(encoding, parts, matrix.view(-1))
@@ -255,7 +253,9 @@ def encode(
     Returns:
         The encoding, and its parts by role.
     """
-    assert not isinstance(encoding, GGUFRows | FourBitGroups), "such matrices are only decoded"
+    assert not isinstance(encoding, GGUFRows | PackedGroups | Float4Groups), (
+        "such matrices are only decoded"
+    )
     exact = weights.float()
     if isinstance(encoding, Int8Rows):
         scales = exact.abs().amax(dim=1)
@@ -303,19 +303,26 @@ class _CodeGroups(NamedTuple):
     order: Tensor | None  # int32 (columns,), the group of each column; None: neighbours form groups
 
 
-def _groups(encoding: FourBitGroups, parts: _Parts) -> _CodeGroups:
+def _groups(encoding: PackedGroups | Float4Groups, parts: _Parts) -> _CodeGroups:
     """Unpack a matrix's scales and zeros from its parts."""
+    if isinstance(encoding, Float4Groups):
+        return _CodeGroups(_float_scales(encoding, parts), None, None)
     scales = parts["scales"].float()
     zeros = parts.get("zeros")
-    if encoding.name == "nvfp4":
-        return _CodeGroups((scales / parts["global"]).contiguous(), None, None)
     if encoding.inputs_first:
         assert zeros is not None
-        zeros = _unpacked(zeros + _V1 if encoding.name == "gptq" else zeros, encoding.name).t()
         scales = scales.t()
+        zeros = _input_zeros(encoding, zeros)[:, : len(scales)].t()
+    elif encoding.name == "awq_gemv":
+        assert zeros is not None
+        columns = parts["codes"].shape[1] * 32 // encoding.bits
+        groups = -(-columns // encoding.group)  # the rest is padding
+        scales = scales[:, :groups]
+        zeros = _unpacked(zeros, encoding)[:, :groups]
     elif zeros is not None:
-        zeros = _unpacked(zeros.t(), encoding.name)[:, : len(scales)].t()
-    zeros = torch.full_like(scales, _SYMMETRIC) if zeros is None else zeros.float()
+        zeros = _unpacked(zeros.t(), encoding)[:, : len(scales)].t()
+    half = 2.0 ** (encoding.bits - 1)  # the zero of formats that store none
+    zeros = torch.full_like(scales, half) if zeros is None else zeros.float()
     order = parts.get("order")
     if order is not None:
         # a damaged one must not lead out of the memory
@@ -323,19 +330,42 @@ def _groups(encoding: FourBitGroups, parts: _Parts) -> _CodeGroups:
     return _CodeGroups(scales.contiguous(), zeros.contiguous(), order)
 
 
-def _decode_four_bits(encoding: FourBitGroups, parts: _Parts, matrix: Tensor) -> None:
+def _input_zeros(encoding: PackedGroups, words: Tensor) -> Tensor:
+    """The zeros (groups, rows) of a matrix with inputs first.
+
+    Files of GPTQ's first version store each zero less 1. GPTQModel subtracts it from whole words,
+    and from each of the codes that continue in the next word.
+    """
+    if encoding.name != "gptq":
+        return _unpacked(words, encoding)
+    if 32 % encoding.bits:
+        return (_unpacked(words, encoding) + 1) & ((1 << encoding.bits) - 1)
+    ones = sum(1 << place for place in range(0, 32, encoding.bits))
+    return _unpacked(words + ones, encoding)
+
+
+def _float_scales(encoding: Float4Groups, parts: _Parts) -> Tensor:
+    """The scales of a matrix of 4-bit floats, float32 (rows, groups)."""
+    scales = parts["scales"]
+    if encoding.name == "mxfp4-pack-quantized":
+        return torch.ldexp(torch.ones_like(scales, dtype=torch.float32), scales.int() - 127)
+    if encoding.name == "nvfp4":
+        return (scales.float() / parts["global"]).contiguous()
+    return (scales.float() * parts["global"]).contiguous()
+
+
+def _decode_groups(encoding: PackedGroups | Float4Groups, parts: _Parts, matrix: Tensor) -> None:
     codes = parts["codes"]
     groups = _groups(encoding, parts)
     (rows, columns) = matrix.shape
-    if encoding.name == "nvfp4":
+    if isinstance(encoding, Float4Groups):
         table = torch.tensor(FP4_TABLE, device=matrix.device)
         weights = table[torch.stack([codes & 15, codes >> 4], dim=-1).view(rows, -1).long()]
     elif encoding.name == "awq":
-        weights = _unpacked(codes, encoding.name).t().float()
+        weights = _unpacked(codes, encoding).t().float()
     else:
-        weights = _unpacked(codes.t() if encoding.inputs_first else codes, encoding.name)[
-            :, :columns
-        ].float()
+        words = codes.t() if encoding.inputs_first else codes
+        weights = _unpacked(words, encoding)[:, :columns].float()
     column = torch.arange(columns, device=matrix.device)
     group = column // encoding.group if groups.order is None else groups.order.long()
     if groups.zeros is not None:
@@ -343,10 +373,20 @@ def _decode_four_bits(encoding: FourBitGroups, parts: _Parts, matrix: Tensor) ->
     matrix.copy_(weights * groups.scales[:, group])
 
 
-def _unpacked(words: Tensor, name: str) -> Tensor:
-    """The codes in words of 32 bits, as int32: 8 times as many columns."""
-    places = torch.tensor(_PLACES.get(name, range(8)), dtype=torch.int32, device=words.device)
-    return ((words.contiguous()[..., None] >> 4 * places) & 15).view(len(words), -1)
+def _unpacked(words: Tensor, encoding: PackedGroups) -> Tensor:
+    """The codes in each row's words of 32 bits, as int32, from the lowest bits up."""
+    bits = encoding.bits
+    most = (1 << bits) - 1
+    if 32 % bits:
+        places = bits * torch.arange(words.shape[1] * 32 // bits, device=words.device)
+        # with the next word, where some continue
+        pairs = (words.long() & 0xFFFFFFFF) | words.long().roll(-1, dims=1) << 32
+        return (pairs[:, places // 32] >> places % 32 & most).int()
+    in_order = range(32 // bits)
+    places = torch.tensor(
+        _PLACES.get(encoding.name, in_order), dtype=torch.int32, device=words.device
+    )
+    return ((words.contiguous()[..., None] >> bits * places) & most).view(len(words), -1)
 
 
 def _block_scales(encoding: NF4Blocks, parts: _Parts) -> Tensor:

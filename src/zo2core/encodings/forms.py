@@ -1,4 +1,4 @@
-"""Encodings of matrices with 8 or 4 bits a weight: the order of their parts in memory.
+"""Encodings of matrices with 8 bits a weight or fewer: the order of their parts in memory.
 
 ``encodings/decoding.py`` decodes them.
 """
@@ -72,7 +72,7 @@ class Float8Blocks:
 @dataclass(frozen=True)
 class NF4Blocks:
     """Four bits per weight, the first of two in the higher bits, and a scale per block (QLoRA,
-    arXiv 2305.14314).
+    arXiv 2305.14314): bitsandbytes' nf4, and its fp4, which has another table.
 
     A weight is ``table[code] * scale``. A double quantised scale is ``nested_table[code] *
     nested_scale + offset``.
@@ -81,12 +81,13 @@ class NF4Blocks:
         block: Number of weights of the flattened matrix that share a scale.
         nested_block: Number of scales that share a nested scale; None: scales are float32.
         offset: Added to every double quantised scale.
+        name: ``nf4`` or ``fp4``.
     """
 
     block: int = 64
     nested_block: int | None = 256
     offset: float = 0.0
-    name: str = field(default="nf4", init=False)
+    name: str = "nf4"
 
     def parts(self, shape: Sequence[int]) -> tuple[EncodedPart, ...]:
         """Parts of a matrix of shape (rows, columns)."""
@@ -161,17 +162,20 @@ class GGUFRows:
 
 
 @dataclass(frozen=True)
-class FourBitGroups:
-    """Four bits a weight, and a scale and mostly a zero for a group of a row's weights.
+class PackedGroups:
+    """Integers of a few bits, packed into words of 32, and a scale and mostly a zero for a group of
+    a row's weights.
 
     Args:
         name: ``gptq``, ``gptq_v2`` (whose zeros are not stored less 1) or ``awq``, which store
-            inputs first, ``int4`` of compressed-tensors, or ``nvfp4``, whose scales are e4m3
-            numbers with a common divisor.
+            inputs first, ``awq_gemv``, or ``pack-quantized`` of compressed-tensors.
         group: Weights of a row that share a scale.
         scale_dtype: Dtype of the scales.
-        has_zeros: Whether zeros are stored; without, the zero is the code 8. Of ``int4`` only.
+        has_zeros: Whether zeros are stored; without, the zero is half of the codes' number. Of
+            ``pack-quantized`` only.
         is_ordered: Whether each column's group is stored; without, neighbours form groups.
+        bits: Bits of a code: 4, in all but AWQ also 8, and in GPTQ also 2 and 3. Codes of 3 bits
+            may continue in the next word.
     """
 
     name: str
@@ -179,31 +183,90 @@ class FourBitGroups:
     scale_dtype: torch.dtype = torch.float16
     has_zeros: bool = True
     is_ordered: bool = False
+    bits: int = 4
 
     @property
     def inputs_first(self) -> bool:
         """Whether the matrix is stored as (columns, rows)."""
         return self.name in ("gptq", "gptq_v2", "awq")
 
+    def words(self, codes: int) -> int:
+        """Words that so many codes take."""
+        return -(-codes * self.bits // 32)
+
     def parts(self, shape: Sequence[int]) -> tuple[EncodedPart, ...]:
         """Parts of a matrix of shape (rows, columns)."""
         rows, columns = shape
         groups = -(-columns // self.group)
-        if self.name == "nvfp4":
-            codes = EncodedPart("codes", torch.uint8, (rows, columns // 2))
-            scales = EncodedPart("scales", FP8, (rows, groups))
-            return codes, scales, EncodedPart("global", torch.float32, (1,))
+        packed = rows, self.words(columns)
+        scaled = rows, groups
+        zeros = self.words(rows), groups
         if self.inputs_first:
-            packed = (columns, rows // 8) if self.name == "awq" else (columns // 8, rows)
-            scales = EncodedPart("scales", self.scale_dtype, (groups, rows))
-            zeros = (groups, rows // 8)
-        else:
-            packed = rows, -(-columns // 8)
-            scales = EncodedPart("scales", self.scale_dtype, (rows, groups))
-            zeros = (-(-rows // 8), groups)
-        parts = [EncodedPart("codes", torch.int32, packed), scales]
+            packed = (columns, rows // 8) if self.name == "awq" else (self.words(columns), rows)
+            scaled = groups, rows
+            zeros = groups, self.words(rows)
+        elif self.name == "awq_gemv":
+            zeros = rows, self._padded_words(groups)
+            scaled = rows, 8 * zeros[1]
+        parts = [
+            EncodedPart("codes", torch.int32, packed),
+            EncodedPart("scales", self.scale_dtype, scaled),
+        ]
         parts += [EncodedPart("zeros", torch.int32, zeros)] if self.has_zeros else []
         parts += [EncodedPart("order", torch.int32, (columns,))] if self.is_ordered else []
+        return tuple(parts)
+
+    def _padded_words(self, groups: int) -> int:
+        """Words of a row's zeros in AWQ's gemv, as its kernel loads them: ``calculate_zeros_width``
+        of AutoAWQ.
+        """
+        multiple = {64: 2, 32: 4}.get(self.group, 1)
+        return -(-self.words(groups) // multiple) * multiple
+
+
+class FloatGroup(NamedTuple):
+    """Weights of a row in 4-bit floats that share a scale."""
+
+    weights: int
+    scale_dtype: torch.dtype
+    has_global: bool  # whether the matrix has a scale, too
+
+
+# by the names of formats
+FLOAT_GROUPS: Mapping[str, FloatGroup] = {
+    "nvfp4": FloatGroup(16, FP8, has_global=True),  # the matrix's scale divides
+    "modelopt nvfp4": FloatGroup(16, FP8, has_global=True),  # it multiplies
+    "mxfp4-pack-quantized": FloatGroup(MXFP4_BLOCK, torch.uint8, has_global=False),
+}
+
+
+@dataclass(frozen=True)
+class Float4Groups:
+    """A 4-bit float (e2m1) per weight, the first of two in the lower bits, and a scale for a group
+    of a row's weights.
+
+    Args:
+        name: ``nvfp4`` of compressed-tensors, whose scales are e4m3 numbers with a common divisor;
+            ``modelopt nvfp4``, with a common factor; or ``mxfp4-pack-quantized``, whose scales are
+            exponents of 2 (e8m0).
+    """
+
+    name: str
+
+    @property
+    def group(self) -> int:
+        """Weights of a row that share a scale."""
+        return FLOAT_GROUPS[self.name].weights
+
+    def parts(self, shape: Sequence[int]) -> tuple[EncodedPart, ...]:
+        """Parts of a matrix of shape (rows, columns)."""
+        rows, columns = shape
+        group = FLOAT_GROUPS[self.name]
+        parts = [
+            EncodedPart("codes", torch.uint8, (rows, columns // 2)),
+            EncodedPart("scales", group.scale_dtype, (rows, -(-columns // group.weights))),
+        ]
+        parts += [EncodedPart("global", torch.float32, (1,))] if group.has_global else []
         return tuple(parts)
 
 
@@ -250,4 +313,6 @@ class MatrixStack:
         )
 
 
-MatrixEncoding: TypeAlias = Int8Rows | Float8Blocks | NF4Blocks | FourBitGroups | GGUFRows
+MatrixEncoding: TypeAlias = (
+    Int8Rows | Float8Blocks | NF4Blocks | PackedGroups | Float4Groups | GGUFRows
+)
