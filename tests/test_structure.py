@@ -176,27 +176,27 @@ def test_the_default_profile_has_every_value_of_each_parameter(
 # width of a line: what is packed is not smaller. A room that becomes smaller takes its number down;
 # one that has to grow takes it up, with the reason in the commit.
 MOST_NODES = {
-    "zo2adapters": 2407,
-    "zo2adapters/commands": 20492,
+    "zo2adapters": 2403,
+    "zo2adapters/commands": 20606,
     "zo2adapters/edge": 2936,
     "zo2adapters/frameworks": 5935,
-    "zo2adapters/models": 40391,
-    "zo2adapters/tasks": 24558,
-    "zo2adapters/trainers": 33694,
+    "zo2adapters/models": 40505,
+    "zo2adapters/tasks": 25546,
+    "zo2adapters/trainers": 33195,
     "zo2core": 10823,
     "zo2core/checkpoint": 5093,
     "zo2core/encodings": 5045,
     "zo2core/estimators": 7167,
-    "zo2core/io": 3098,
-    "zo2core/journal": 4565,
+    "zo2core/io": 3125,
+    "zo2core/journal": 4678,
     "zo2core/kernels": 6008,
     "zo2core/methods": 4021,
-    "zo2core/optimizers": 3447,
+    "zo2core/optimizers": 3457,
     "zo2core/planning": 3718,
-    "zo2core/schedulers": 4373,
+    "zo2core/schedulers": 4386,
     "zo2core/sources": 5703,
     "zo2core/sweep": 13838,
-    "zo2core/workers": 2020,
+    "zo2core/workers": 2022,
 }
 MOST_WAYS = 15  # through a function: one, and one for each branch, loop, handler, `and` and `or`
 MOST_PARAMETERS = 8
@@ -212,10 +212,10 @@ HARD_TO_READ = {
         "calls with ** of type Any": 0,
     },
     "zo2adapters": {
-        "functions of more than 15 ways": 2,
+        "functions of more than 15 ways": 0,
         "functions of more than 8 parameters": 7,
         "nested ternaries": 0,
-        "unlike values assigned in one line": 0,
+        "unlike values assigned in one line": 1,
         "calls with ** of type Any": 0,
     },
 }

@@ -104,8 +104,8 @@ def loopback_interface() -> str:
 def processor_name() -> str:
     """The processor's model; its architecture where the system does not tell."""
     with contextlib.suppress(OSError):
-        lines = Path("/proc/cpuinfo").read_text(errors="replace").splitlines()
-        for line in lines:
+        text = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace")
+        for line in text.splitlines():
             name, _, value = line.partition(":")
             if name.strip() == "model name":
                 return value.strip()
