@@ -97,7 +97,7 @@ def decode(
         parts = _Parts(encoding.parts(shape), stored[begin:])
         first = first + rows
         begin = begin + encoded_bytes(encoding, shape)
-        if not dispatch.decodes(stored, out) or getattr(encoding, "bits", 4) != 4:
+        if not (dispatch.decodes(stored, out) and _has_kernel(encoding)):
             _decode(encoding, parts, matrix)
             continue
         units, run = _compiled(encoding, parts, matrix, shape)
@@ -107,6 +107,11 @@ def decode(
         dispatch.run_in_halves(
             run, units, None if matrix.numel() < _TWO_THREADS or splits_block else helper
         )
+
+
+def _has_kernel(encoding: MatrixEncoding | MXFP4Stack) -> bool:
+    """Whether a compiled kernel decodes it: of packed integers only those of 4 bits."""
+    return not isinstance(encoding, PackedGroups) or encoding.bits == 4
 
 
 def _compiled(
