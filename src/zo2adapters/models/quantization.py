@@ -422,11 +422,7 @@ class Quantization:
         if self.method in FLOAT_GROUPS:
             return Float4Groups(self.method), (first, 2 * second)
         bits, group = self._bits_and_group(entries, layer)
-        rows, columns = second, 32 * first // bits
-        if self.method == "awq":
-            rows, columns = 8 * second, first
-        elif self.method in ("pack-quantized", "awq_gemv"):
-            rows, columns = first, 32 * second // bits
+        rows, columns = self._matrix_shape(bits, first, second)
         stated = _stated_shape(entries.get(f"{layer}.weight_shape"))
         if stated is not None and stated[0] == rows and 0 <= columns - stated[1] < 32 // bits:
             columns = stated[1]
@@ -438,6 +434,14 @@ class Quantization:
         has_zeros = self.method != "pack-quantized" or self.is_symmetric is False
         encoding = PackedGroups(self.method, group, scales, has_zeros, is_ordered, bits)
         return encoding, (rows, columns)
+
+    def _matrix_shape(self, bits: int, first: int, second: int) -> tuple[int, int]:
+        """The rows and columns of a matrix whose codes have this shape, several in a word."""
+        if self.method == "awq":
+            return 8 * second, first
+        if self.method in ("pack-quantized", "awq_gemv"):
+            return first, 32 * second // bits
+        return second, 32 * first // bits
 
     def _bits_and_group(
         self, entries: Mapping[str, TensorEntry], layer: str

@@ -524,8 +524,11 @@ class RunOptions:
         """Refuse limits of what the run does not use: writes of weights that never change,
         snapshots of none, and a GPU's memory.
         """
-        storage, model_options, optimization = self.storage, self.model_options, self.optimization
-        every, rank = storage.write_back_every, optimization.rank
+        storage = self.storage
+        model_options = self.model_options
+        optimization = self.optimization
+        every = storage.write_back_every
+        rank = optimization.rank
         writes = isinstance(every, int) or "write_back_every" in given
         other = "rank" if rank is not None else model_options.adapter_option
         has_snapshots = storage.snapshot_every is not None
