@@ -64,6 +64,17 @@ def test_the_readme_prints_no_other_number() -> None:
     assert not left, "measured: docs/claims.json has it; otherwise its list of what is not"
 
 
+def test_every_row_of_the_benchmarks_that_prints_numbers_is_a_claim() -> None:
+    name = "docs/benchmarks.md"
+    known = {claim["text"] for claim in OF_PAGE[name]}
+    left = []
+    for row in claims.rows(claims.ROOT / name):
+        plain = re.sub(r"\]\([^)]*\)", "", claims.without_code(row.text))
+        if claims.NUMBER.search(re.sub(r"\w*[A-Za-z]\S*", "", plain)) and row.text not in known:
+            left.append(row.text)
+    assert not left, "add the row to docs/claims.json, with command, machine, commit and date"
+
+
 @pytest.mark.parametrize(
     ("text", "spread", "times", "is_printed"),
     [
