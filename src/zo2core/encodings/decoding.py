@@ -97,7 +97,7 @@ def decode(
         parts = _Parts(encoding.parts(shape), stored[begin:])
         first = first + rows
         begin = begin + encoded_bytes(encoding, shape)
-        if not (dispatch.decodes(stored, out) and _has_kernel(encoding)):
+        if not dispatch.decodes(stored, out):
             _decode(encoding, parts, matrix)
             continue
         units, run = _compiled(encoding, parts, matrix, shape)
@@ -107,11 +107,6 @@ def decode(
         dispatch.run_in_halves(
             run, units, None if matrix.numel() < _TWO_THREADS or splits_block else helper
         )
-
-
-def _has_kernel(encoding: MatrixEncoding | MXFP4Stack) -> bool:
-    """Whether a compiled kernel decodes it: of packed integers only those of 4 bits."""
-    return not isinstance(encoding, PackedGroups) or encoding.bits == 4
 
 
 def _compiled(
@@ -145,13 +140,14 @@ def _compiled(
     if isinstance(encoding, PackedGroups | Float4Groups):
         groups = _groups(encoding, parts)
         are_floats = isinstance(encoding, Float4Groups)
+        bits = encoding.bits if isinstance(encoding, PackedGroups) else 4
         layout = _LAYOUTS.get(encoding.name, _BY_ROWS)
 
         def run_eights(first: int, last: int) -> None:
             addresses = (None if tensor is None else tensor.data_ptr() for tensor in groups)
             ends = 8 * first, min(8 * last, rows)
-            sizes = are_floats, layout, rows, columns, encoding.group, *ends
-            compiled.zo2core_decode_four_bits(*memory, *addresses, *sizes)
+            sizes = are_floats, layout, bits, rows, columns, encoding.group, *ends
+            compiled.zo2core_decode_groups(*memory, *addresses, *sizes)
 
         return -(-rows // 8), run_eights
     if isinstance(encoding, NF4Blocks):

@@ -1,4 +1,4 @@
-/* Weights of 8 and 4 bits, decoded (multiplied as floats, rounded once), and float weights encoded for 8-bit transfer.
+/* Weights of 8 bits and fewer, decoded (multiplied as floats, rounded once), and float weights encoded for 8-bit transfer.
  * encoding.py and low_bit.py are the reference, and give the same bits; native.c says what that asks of the compiler. Codes
  * and scales may lie at any address, as they do in a checkpoint. */
 
@@ -182,51 +182,94 @@ CLONES PUBLIC void zo2core_decode_mxfp4(
         }
 }
 
-/* The codes of `high` rows and `wide` columns of a matrix of 4-bit codes, 8 in a word: by columns of 8 neighbouring inputs
- * (GPTQ), by rows of 8 neighbouring outputs in an order of their own (AWQ), or row by row. Rows and columns begin at eights. */
+/* A matrix of codes of 2, 3, 4 or 8 bits in words of 32, one code after the other from the lowest bits up: of neighbouring
+ * inputs, with a row of words for each output (GPTQ); of 8 neighbouring outputs in an order of their own (AWQ, 4 bits); or row
+ * by row. Codes of 3 bits may continue in the next word. Passed by value: bytes written to a tile could alias what is pointed
+ * to, and its sizes would be read again for each code. */
 enum { INPUT_WORDS, OUTPUT_WORDS, ROW_WORDS, TILE = 64 };
 
-INLINE void read_codes(
-    uint8_t tile[TILE][TILE], const uint8_t *codes, int layout, uint64_t rows, uint64_t columns, uint64_t row,
-    uint64_t column, size_t high, size_t wide) {
-    static const uint8_t outputs[8] = {0, 2, 4, 6, 1, 3, 5, 7};
+struct packed {
+    const uint8_t *codes;
+    int layout, bits;
+    uint64_t rows, columns;
+};
+
+INLINE uint32_t word_at(const uint8_t *words, uint64_t place) {
     uint32_t word;
-    if (layout == INPUT_WORDS)
-        for (size_t j = 0; j < wide; j += 8)
-            for (size_t i = 0; i < high; i++) {
-                memcpy(&word, codes + 4 * ((column + j) / 8 * rows + row + i), 4);
-                for (size_t k = 0; k < 8; k++) tile[i][j + k] = word >> 4 * k & 15;
-            }
-    else if (layout == OUTPUT_WORDS)
+    memcpy(&word, words + 4 * place, 4);
+    return word;
+}
+
+/* Codes of neighbouring inputs of each of `high` rows; `bits` divides 32 and is known to the compiler. */
+INLINE void read_input_words(
+    uint8_t tile[TILE][TILE], struct packed m, uint64_t row, uint64_t column, size_t high, size_t wide, int bits) {
+    const size_t count = 32 / bits;
+    const uint32_t most = (1u << bits) - 1;
+    for (size_t j = 0; j < wide; j += count)
+        for (size_t i = 0; i < high; i++) {
+            const uint32_t word = word_at(m.codes, (column + j) / count * m.rows + row + i);
+            for (size_t k = 0; k < count; k++) tile[i][j + k] = word >> bits * k & most;
+        }
+}
+
+/* Codes of any number of bits, one by one. */
+INLINE void read_each(
+    uint8_t tile[TILE][TILE], struct packed m, uint64_t row, uint64_t column, size_t high, size_t wide) {
+    const uint64_t across = (m.columns * m.bits + 31) / 32;
+    const int by_rows = m.layout == ROW_WORDS;
+    for (size_t i = 0; i < high; i++)
+        for (size_t j = 0; j < wide; j++) {
+            const uint64_t bit = (column + j) * m.bits, word = bit / 32, shift = bit % 32;
+            const uint64_t from = by_rows ? (row + i) * across + word : word * m.rows + row + i;
+            uint64_t both = word_at(m.codes, from);
+            if (shift + m.bits > 32) both |= (uint64_t)word_at(m.codes, from + (by_rows ? 1 : m.rows)) << 32;
+            tile[i][j] = both >> shift & ((1u << m.bits) - 1);
+        }
+}
+
+/* The codes of `high` rows and `wide` columns. Rows and columns begin at multiples of 8 and of TILE. */
+INLINE void read_codes(
+    uint8_t tile[TILE][TILE], struct packed m, uint64_t row, uint64_t column, size_t high, size_t wide) {
+    static const uint8_t outputs[8] = {0, 2, 4, 6, 1, 3, 5, 7};
+    if (m.layout == OUTPUT_WORDS)
         for (size_t j = 0; j < wide; j++)
             for (size_t i = 0; i < high; i += 8) {
-                memcpy(&word, codes + 4 * ((column + j) * (rows / 8) + (row + i) / 8), 4);
+                const uint32_t word = word_at(m.codes, (column + j) * (m.rows / 8) + (row + i) / 8);
                 for (size_t k = 0; k < 8; k++) tile[i + outputs[k]][j] = word >> 4 * k & 15;
             }
-    else
+    else if (m.layout == INPUT_WORDS && m.bits == 4)
+        read_input_words(tile, m, row, column, high, wide, 4);
+    else if (m.layout == INPUT_WORDS && m.bits == 8)
+        read_input_words(tile, m, row, column, high, wide, 8);
+    else if (m.bits == 4)
         for (size_t i = 0; i < high; i++) {
-            const uint8_t *from = codes + (row + i) * ((columns + 7) / 8 * 4) + column / 2;
+            const uint8_t *from = m.codes + (row + i) * ((m.columns + 7) / 8 * 4) + column / 2;
             for (size_t j = 0; j < TILE / 2; j++) { /* a constant number, also where fewer are needed: it is vectorised */
                 const uint8_t pair = from[2 * j < wide ? j : 0];
                 tile[i][2 * j] = pair & 15;
                 tile[i][2 * j + 1] = pair >> 4;
             }
         }
+    else if (m.bits == 8)
+        for (size_t i = 0; i < high; i++) memcpy(tile[i], m.codes + (row + i) * ((m.columns + 3) / 4 * 4) + column, wide);
+    else
+        read_each(tile, m, row, column, high, wide);
 }
 
-/* 4-bit codes, integers or floats, with a zero to subtract and a scale for each group of a row's weights. `order` has each
- * column's group, where neighbours do not form groups. */
-CLONES PUBLIC void zo2core_decode_four_bits(
+/* Codes of `bits` bits, integers or floats of 4, with a zero to subtract and a scale for each group of a row's weights. `order`
+ * has each column's group, where neighbours do not form groups. */
+CLONES PUBLIC void zo2core_decode_groups(
     int dtype, void *out, const uint8_t *codes, const float *scales, const float *zeros, const int32_t *order,
-    int are_floats, int layout, uint64_t rows, uint64_t columns, uint64_t group, uint64_t first, uint64_t last) {
+    int are_floats, int layout, int bits, uint64_t rows, uint64_t columns, uint64_t group, uint64_t first, uint64_t last) {
     const uint64_t groups = (columns + group - 1) / group;
+    const struct packed matrix = {codes, layout, bits, rows, columns};
     uint8_t tile[TILE][TILE] __attribute__((aligned(64)));
     float x[TILE] __attribute__((aligned(64)));
     for (uint64_t row = first; row < last; row += TILE)
         for (uint64_t column = 0; column < columns; column += TILE) {
             const size_t high = last - row < TILE ? last - row : TILE;
             const size_t wide = columns - column < TILE ? columns - column : TILE;
-            read_codes(tile, codes, layout, rows, columns, row, column, high, wide);
+            read_codes(tile, matrix, row, column, high, wide);
             for (size_t i = 0; i < high; i++) {
                 const float *scale = scales + (row + i) * groups, *zero = zeros ? zeros + (row + i) * groups : NULL;
                 if (are_floats)

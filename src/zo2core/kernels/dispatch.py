@@ -29,7 +29,7 @@ from zo2core.kernels import reference
 from zo2core.kernels.programs import Draw, table
 from zo2core.types import Distribution, Perturb, Program
 
-_REVISION = 13  # of the C files
+_REVISION = 14  # of the C files
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 
 
@@ -140,7 +140,7 @@ def _declare(loaded: ctypes.CDLL) -> None:
         "decode_float8": (*matrix, u64, u64, u64, u64, u64),
         "decode_nf4": (*matrix, pointer, pointer, pointer, u64, real, u64, u64, u64),
         "decode_mxfp4": (*matrix, u64, u64, u64, u64),
-        "decode_four_bits": (*matrix, pointer, pointer, integer, integer, *[u64] * 5),
+        "decode_groups": (*matrix, pointer, pointer, *[integer] * 3, *[u64] * 5),
         "decode_gguf": (integer, pointer, pointer, integer, pointer, *[u64] * 6),
         "form": (*matrix, pointer, u64, u64, u64),
         "encode_float8": (pointer, pointer, pointer, real, real, u64, u64),
