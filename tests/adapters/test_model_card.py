@@ -12,7 +12,8 @@ from huggingface_hub import ModelCard
 from runs import data_sha256, finish, small_run
 from transformers import AutoTokenizer
 
-from zo2adapters.trainers.model_card import ExportedModel, model_card
+from zo2adapters.tasks.row_options import RowOptions
+from zo2adapters.trainers.model_card import ExportedModel, model_card, prompt_of
 from zo2adapters.trainers.optimization import Optimization
 from zo2adapters.trainers.options import RunModelOptions
 from zo2core import Journal
@@ -172,3 +173,11 @@ def test_a_push_of_anything_but_an_export_is_refused_by_name(
     assert hub.mock_calls == []
     hub.create_repo.side_effect = PermissionError("403 forbidden")
     assert "403 forbidden" in refusal("push", run_directory, "--to", "user/mine")
+
+
+def test_the_prompt_beside_a_model_has_its_line_breaks() -> None:
+    rows = RowOptions(prompt_template=r"Tweet: {text}\nMood:", labels=("good", "bad"))
+    assert prompt_of(rows) == {
+        "prompt_template": "Tweet: {text}\nMood:",
+        "labels": ("good", "bad"),
+    }

@@ -756,6 +756,7 @@ MALFORMED_FILES: dict[str, tuple[str, str, str]] = {
     "a column twice": ("rows.csv", "a,a\n1,2\n", "'a', 'a'"),
     "an open quote": ("rows.csv", 'a,b\n1,2\n"3,4\n', "row 2"),
     "no rows of CSV": ("rows.csv", "a,b\n", "no rows"),
+    "an empty file": ("rows.csv", "", "found an empty file"),
     "an empty list": ("rows.json", "[]", "no rows"),
     "a list of texts": ("rows.json", '[{"text": "a b"}, "c"]', "row 2"),
     "a list that is cut": ("rows.json", '[{"text": "a b"}', "not JSON"),

@@ -45,7 +45,7 @@ class WritesDirectory(AtStep):
         refuse_used(self.output)
         if self.output.suffix.lower() in _FILES:
             name = self.output.with_suffix("")
-            remedy = f"pass --output {name}; for a GGUF file in it, zo2 export with --format gguf"
+            remedy = f"pass --output {name}, a directory for the files"
             raise OutputError(
                 self.output,
                 "the name of a file",

@@ -642,7 +642,7 @@ def first_steps() -> str:
     """What one who has typed nothing but ``zo2`` does first."""
     lines = [*_wrapped(_DESCRIPTION, 0), "", "What to do first"]
     for command, effect in (
-        ("zo2 demo", "a small model learns here, in two minutes"),
+        ("zo2 demo", "a small model learns here, in a few minutes"),
         ("zo2 init --model MODEL --data FILE", "look at a model and rows, and write a recipe"),
         ("zo2 train recipe.yaml", "train as the recipe says"),
         ("zo2 chat run", "talk to the result"),

@@ -363,6 +363,9 @@ def _csv_rows(path: Path, file: IO[bytes]) -> Iterator[tuple[int, RowDict]]:
     number = 0
     try:
         header = next(reader, [])
+        if not header:
+            remedy = "write a line with the columns' names, and rows below it"
+            raise DataError(path, "an empty file", "a header line and rows", remedy)
         if len(header) == 1 and {*";\t"} & {*header[0]}:
             remedy = (
                 "save the file with commas instead of "

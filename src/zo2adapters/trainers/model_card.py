@@ -20,7 +20,7 @@ from huggingface_hub import ModelCardData
 
 from zo2adapters.models.checkpoint import PROMPT
 from zo2adapters.models.model_files import is_gguf
-from zo2adapters.tasks.row_options import RowOptions
+from zo2adapters.tasks.row_options import RowOptions, with_line_breaks
 from zo2adapters.tasks.rows import with_labels
 from zo2adapters.trainers.metrics import best_step, losses_of
 from zo2adapters.trainers.optimization import with_peak_rate
@@ -199,9 +199,10 @@ def prompt_of(rows: RowOptions | None) -> dict[str, Any]:
     """
     if rows is None:
         return {}
+    template = None if rows.prompt_template is None else with_line_breaks(rows.prompt_template)
     return {
         key: value
-        for key, value in (("prompt_template", rows.prompt_template), ("labels", rows.labels))
+        for key, value in (("prompt_template", template), ("labels", rows.labels))
         if value
     }
 

@@ -178,8 +178,9 @@ def read_recipe(path: str | os.PathLike[str]) -> dict[object, object]:
             raise OptionError(Path(path), "more than 1 MiB", expected, "pass another file")
         values = yaml.load(content, _Loader)  # noqa: S506 - a safe loader
     except OSError as error:
+        remedy = "check the path; zo2 init writes a recipe"
         raise system_error(
-            OptionError, Path(path), error, expected=expected, remedy="check the path"
+            OptionError, Path(path), error, expected=expected, remedy=remedy
         ) from error
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark

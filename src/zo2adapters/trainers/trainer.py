@@ -333,7 +333,10 @@ class Trainer:
         journal = self.engine.journal
         evaluations, last = journal.evaluations, journal.version
         lines = [self._method.verdict(journal), best_line(evaluations)]
-        if self.options.keep_best and best_step(evaluations) == 0 < last:
+        best = best_step(evaluations)
+        if not self.options.keep_best and best not in (None, last):
+            lines.append(f"{self._run.model} has the weights of the last step, {last}")
+        if self.options.keep_best and best == 0 < last:
             output = self.options.output
             lines.append(
                 f"{untrained_line(evaluations)}: {self._run.model} has the base's weights. To get "
