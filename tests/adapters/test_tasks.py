@@ -453,7 +453,9 @@ def test_the_best_step_is_kept_also_where_it_is_asked_for_later(
         for row in evaluations.values()
     )
     best = min(evaluations, key=lambda step: (evaluations[step]["evaluation_loss"], step))
-    assert f"best of 5 evaluations: step {best}, loss" in capsys.readouterr().err
+    told = capsys.readouterr().err
+    assert f"best of 5 evaluations: step {best}, loss" in told
+    assert ("has the weights of the last step, 4" in told) == (best != 4)
     main(["train", "--resume", "run", "--keep-best"])
     main(["export", "--run", "run", "--at", str(best), "--output", "then"])
     kept, then = (
