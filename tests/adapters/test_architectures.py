@@ -574,6 +574,7 @@ def test_mixed_precision_is_monolithic_mezo_under_autocast(checkpoint: Path) -> 
         )
 
 
+@pytest.mark.long_profile
 def test_directions_of_low_rank_are_right_or_refused_by_name(tmp_path: Path) -> None:
     estimator = MultiQueryRGE(lr=1e-2, zo_eps=1e-2, q=2, perturb_in_place=False)
     for name in AXES:

@@ -200,6 +200,7 @@ def undisturbed(prepared: Path, tmp_path_factory: pytest.TempPathFactory) -> dic
     return outcome(folder / "run")
 
 
+@pytest.mark.long_profile
 def test_commands_take_the_last_snapshot_of_an_interrupted_run(here: Path, apart: Apart) -> None:
     killed = strike(JOURNAL, "Journal", "append", 5, "after")
     assert apart.run(*train("run", "--snapshot-every", 2), patch=killed).status == -9

@@ -218,6 +218,7 @@ def test_labels_are_words_rather_than_numbers(here: Path) -> None:
         )
 
 
+@pytest.mark.long_profile
 def test_only_choices_are_written_and_other_objectives_get_zeroth_order(
     here: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

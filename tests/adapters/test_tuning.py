@@ -342,6 +342,7 @@ def test_the_run_is_that_of_the_rate_that_was_chosen(
     assert outcome("again") == outcome("run")
 
 
+@pytest.mark.long_profile
 @pytest.mark.few(1)
 @each_method
 @pytest.mark.usefixtures("here")

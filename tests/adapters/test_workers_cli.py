@@ -77,6 +77,7 @@ def asked(options: TrainOptions, **changes: Any) -> list[object]:
     ]
 
 
+@pytest.mark.long_profile
 @pytest.mark.few(1)
 @pytest.mark.parametrize("kept", [False, True], ids=["two", "one that comes later"])
 def test_train_makes_the_model_of_one_process(tmp_path: Path, crew: Crew, *, kept: bool) -> None:

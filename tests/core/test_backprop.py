@@ -862,6 +862,7 @@ def test_a_disk_that_refuses_ends_the_step_and_the_next_one_goes_on(base: Path) 
         assert engine.step(small).loss > 0
 
 
+@pytest.mark.long_profile
 @pytest.mark.few(1)
 @pytest.mark.parametrize("host_room", [None, 0])
 def test_a_device_of_its_own_memory_keeps_inputs_on_host_or_disk_with_the_same_bits(

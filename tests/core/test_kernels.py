@@ -460,6 +460,7 @@ def run_program(program: str, cache: Path, **environment: str) -> None:
     )
 
 
+@pytest.mark.long_profile
 @with_triton
 @pytest.mark.parametrize(
     "program", ["interpret", pytest.param("engines", marks=pytest.mark.long_profile)]

@@ -33,6 +33,7 @@ THEIR_MODULES = {
 }
 
 
+@pytest.mark.long_profile
 def test_without_the_calls_of_linux_every_kind_of_run_has_the_same_bits(tmp_path: Path) -> None:
     folders = (SUPPORT / "simulated_mac", SUPPORT, TESTS.parent / "tools")
     program = [sys.executable, str(SUPPORT / "system_runs.py"), str(tmp_path / "mac")]

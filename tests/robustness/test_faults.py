@@ -795,7 +795,7 @@ def outcome(
         yield run
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("name", SCENARIOS)
 def test_faults_are_reported_and_cost_no_step(outcome: Callable[[str], str], name: str) -> None:
     problem = outcome(name)

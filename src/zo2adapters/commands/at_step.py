@@ -83,7 +83,7 @@ class AtStep(Command):
         return None if self.run_directory is None else RunDirectory.options(self.run_directory)
 
     def check(self) -> None:
-        """See the contract."""
+        """Refuse what can be refused before anything is opened."""
         adapter = self.model_options.adapter
         if self.model is not None or adapter is None:
             self._require_one_model()  # else the adapter may name the model

@@ -108,7 +108,7 @@ class Demo(Command):
     """Seed of pre-training and fine-tuning."""
 
     def check(self) -> None:
-        """See the contract."""
+        """Refuse what can be refused before anything is opened."""
         if self.keep is not None:
             refuse_used(self.keep)
 

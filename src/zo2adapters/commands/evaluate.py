@@ -93,7 +93,7 @@ class Evaluate(AtStep):
     """New file for a timeline of every pass over the blocks, for ui.perfetto.dev."""
 
     def check(self) -> None:
-        """See the contract."""
+        """Refuse what can be refused before anything is opened."""
         super().check()
         require_valid(self.batching)
         require_whole("max_new_tokens", self.max_new_tokens, 1, MOST_TOKENS)
@@ -341,7 +341,7 @@ class WriteRows(Command):
     """Seed with which rows are sampled."""
 
     def check(self) -> None:
-        """See the contract."""
+        """Refuse what can be refused before anything is opened."""
         refuse_used(self.output)
         if self.data is not None:
             require_there(self.data)

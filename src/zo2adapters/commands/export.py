@@ -40,7 +40,7 @@ class WritesDirectory(AtStep):
     """Directory to write; it must not exist, or be empty."""
 
     def check(self) -> None:
-        """See the contract."""
+        """Refuse what can be refused before anything is opened."""
         super().check()
         refuse_used(self.output)
         if self.output.suffix.lower() in _FILES:
@@ -284,7 +284,7 @@ class Convert(Command):
     """
 
     def check(self) -> None:
-        """See the contract."""
+        """Refuse what can be refused before anything is opened."""
         refuse_used(self.output)
         if self.quantize is not None:
             require_model(self.model, has_tokenizer=False)

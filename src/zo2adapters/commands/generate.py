@@ -99,7 +99,7 @@ class Generate(AtStep):
     sampling: SamplingOptions = field(default_factory=SamplingOptions)
 
     def check(self) -> None:
-        """See the contract."""
+        """Refuse what can be refused before anything is opened."""
         super().check()
         self.sampling.require_effect(self.given)
 
@@ -257,7 +257,7 @@ class Chat(Command):
     resources: Resources = field(default_factory=Resources)
 
     def check(self) -> None:
-        """See the contract."""
+        """Refuse what can be refused before anything is opened."""
         require_whole("max_new_tokens", self.max_new_tokens, 1)
         self.sampling.require_effect(self.given)
         for name, variant in self._variants().items():

@@ -54,7 +54,7 @@ class Init(Command):
     rows: RowOptions = field(default_factory=RowOptions)
 
     def check(self) -> None:
-        """See the contract."""
+        """Refuse what can be refused before anything is opened."""
         self._require_free()
         self._options().require_valid()
         require_model(self.model)

@@ -88,7 +88,7 @@ class ShowJournal(Command):
     """Number of steps to print, counted from the end; by default all."""
 
     def check(self) -> None:
-        """See the contract."""
+        """Refuse what can be refused before anything is opened."""
         if self.last is not None:
             require_whole("last", self.last, 1)
         require_journal(self.run_directory / JOURNAL)

@@ -40,7 +40,7 @@ class Report(Command):
     """
 
     def check(self) -> None:
-        """See the contract."""
+        """Refuse what can be refused before anything is opened."""
         if not self.runs:
             raise OptionError("runs", "none", "at least one directory", "pass a run's directory")
         if self.output.suffix.lower() not in ("", ".html", ".htm"):

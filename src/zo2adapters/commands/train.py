@@ -163,7 +163,7 @@ class Train(RunOptions, Command):
 
     @classmethod
     def read_line(cls, name: str, arguments: Sequence[str]) -> tuple[Values, Values]:
-        """See the contract."""
+        """The values of a command line, and those of a recipe at its start."""
         if not arguments or arguments[0].startswith("-"):
             return line_values(name, cls, arguments), {}
         line = line_values(name, cls, arguments[1:])
@@ -304,7 +304,7 @@ class Train(RunOptions, Command):
         return given
 
     def check(self) -> None:
-        """See the contract. Of a benchmark, the run is checked when its rows are there."""
+        """Of a benchmark, the run is checked when its rows are there."""
         self._require_consistent()
         if self.runs is not None:
             for name, command in self._of_runs(self.runs).items():
@@ -754,7 +754,7 @@ class Plan(Train):
     """Print JSON instead of a table."""
 
     def check(self) -> None:
-        """See the contract. Refused is what zo2 train refuses."""
+        """Refused is what zo2 train refuses."""
         expected = ": zo2 rows writes a benchmark's rows, which are passed as --data"
         self._require_none("task", beside="in a plan", expected=expected)
         self._require_consistent()
@@ -888,7 +888,7 @@ class Tune(RunOptions, Command):
         )
 
     def check(self) -> None:
-        """See the contract."""
+        """Refuse what can be refused before anything is opened."""
         require_whole("forwards", self.forwards, 1)
         for option, value, default, expected, remedy in (
             ("lr", self.optimization.lr, None, "none", "pass --learning-rates"),

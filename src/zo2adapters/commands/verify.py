@@ -48,7 +48,7 @@ class Verify(Command):
     """Seed of batches and directions."""
 
     def check(self) -> None:
-        """See the contract."""
+        """Refuse what can be refused before anything is opened."""
         require_whole("steps", self.steps, 1)
         require_whole("batch_size", self.batch_size, 1, MOST_ROWS)
         require_whole("tokens", self.tokens, 2)
