@@ -180,7 +180,7 @@ MOST_NODES = {
     "zo2adapters/commands": 20606,
     "zo2adapters/edge": 2936,
     "zo2adapters/frameworks": 5935,
-    "zo2adapters/models": 41183,
+    "zo2adapters/models": 41191,
     "zo2adapters/tasks": 25559,
     "zo2adapters/trainers": 33234,
     "zo2core": 10823,

@@ -169,6 +169,18 @@ def test_what_the_store_lacks_is_refused(store: Store, weights: bytes) -> None:
     assert "No such file" in refusal(*model, "ollama:tiny")
 
 
+@pytest.mark.parametrize("kind", ["template", "params", "system", "license"])
+def test_every_layer_is_compared_with_its_digest(kind: str, store: Store, weights: bytes) -> None:
+    layers = whole(weights)
+    store.add("library/tiny/latest", layers)
+    content = layers[kind]
+    damaged = store.blob(store.put(content))
+    damaged.write_bytes(b" " * len(content))
+    told = refusal("verify", "--model", "ollama:tiny")
+    assert f"{damaged}: found SHA-256" in told
+    assert "ollama pull tiny" in told
+
+
 @pytest.mark.parametrize(
     ("layers", "found"),
     [

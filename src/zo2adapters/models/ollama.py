@@ -23,7 +23,7 @@ _UNSUPPORTED = {
     "projector": ("a projector of images beside its weights", "a model of text alone"),
     "tensor": ("weights in safetensors layers", "weights in one GGUF file"),
 }
-_PULL = "pull it again: ollama pull"
+_AGAIN = "pull the model again, by ollama pull and its name"
 
 
 class OllamaModel(NamedTuple):
@@ -105,6 +105,10 @@ class _Manifest(NamedTuple):
     def checked(self, kind: str) -> Path:
         """The file of the only layer of a kind; its content is checked."""
         [layer] = self._of_kind(kind)
+        return self._checked(layer)
+
+    def _checked(self, layer: dict[str, Any]) -> Path:
+        """The file of a layer, whose content has the layer's digest."""
         path = self._file(layer)
         with open_regular(path) as file:
             digest = hashlib.file_digest(file, "sha256").hexdigest()
@@ -120,7 +124,7 @@ class _Manifest(NamedTuple):
 
     def licenses(self) -> tuple[str, ...]:
         """The content of all layers that are licenses."""
-        return tuple(self._decoded(self._file(layer)) for layer in self._of_kind("license"))
+        return tuple(self._decoded(self._checked(layer)) for layer in self._of_kind("license"))
 
     def _decoded(self, path: Path) -> str:
         try:
@@ -168,7 +172,7 @@ class _Manifest(NamedTuple):
         return path
 
     def _damaged(self, path: Path, found: str, expected: str) -> ZO2Error:
-        remedy = f"{_PULL} {self.name.removeprefix(PREFIX)}"
+        remedy = f"pull it again: ollama pull {self.name.removeprefix(PREFIX)}"
         return CheckpointError(path, found, expected, remedy)
 
 
@@ -208,7 +212,7 @@ def _json_object(path: Path, content: bytes | str) -> dict[str, Any]:
     try:
         parsed = json.loads(content)
     except (ValueError, RecursionError) as error:
-        raise CheckpointError(path, f"no JSON ({error})", "a JSON object", f"{_PULL}") from error
+        raise CheckpointError(path, f"no JSON ({error})", "a JSON object", _AGAIN) from error
     if not isinstance(parsed, dict):
-        raise CheckpointError(path, f"{str(parsed)[:80]}", "a JSON object", f"{_PULL}")
+        raise CheckpointError(path, f"{str(parsed)[:80]}", "a JSON object", _AGAIN)
     return parsed
