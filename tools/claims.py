@@ -47,23 +47,23 @@ def result(name: str) -> Any:
 
 def values_at(data: Any, steps: Sequence[Step]) -> list[Any]:
     """All values where the steps lead; a step that describes items leads to each of them."""
-    found = [data]
+    values = [data]
     for step in steps:
         if isinstance(step, Mapping):
-            items = [item for values in found for item in values]
-            found = [item for item in items if step.items() <= item.items()]
+            items = [item for listed in values for item in listed]
+            values = [item for item in items if step.items() <= item.items()]
         else:
-            found = [value[step] for value in found]
-    return found
+            values = [value[step] for value in values]
+    return values
 
 
 def spread_at(name: str, steps: Sequence[Step]) -> Spread:
     """Median and range of the values in a result, or those that it has."""
-    found = values_at(result(name), steps)
-    assert found, f"{name} has nothing at {steps}"
-    if len(found) == 1 and isinstance(found[0], Mapping):
-        return Spread(found[0]["median"], found[0]["min"], found[0]["max"])
-    return Spread(statistics.median(found), min(found), max(found))
+    values = values_at(result(name), steps)
+    assert values, f"{name} has nothing at {steps}"
+    if len(values) == 1 and isinstance(values[0], Mapping):
+        return Spread(values[0]["median"], values[0]["min"], values[0]["max"])
+    return Spread(statistics.median(values), min(values), max(values))
 
 
 def is_rounded(value: float, number: str) -> bool:
@@ -182,8 +182,8 @@ def _of_points(data: Any) -> Iterator[tuple[tuple[Step, ...], Spread]]:
         for point in points:
             at: tuple[Step, ...] = ("runs", chosen, "points", {"steps": point["steps"]})
             for key in ("accuracy", "loss", "cpu_seconds"):
-                found = values_at(data, (*at, key))
-                yield (*at, key), Spread(statistics.median(found), min(found), max(found))
+                values = values_at(data, (*at, key))
+                yield (*at, key), Spread(statistics.median(values), min(values), max(values))
 
 
 @cache
@@ -199,15 +199,15 @@ def places() -> list[Place]:
 def find(page: Path) -> list[dict[str, Any]]:
     """The rows of a page's tables of which a result has a value."""
     sections = re.split(r"^#+ ", page.read_text(), flags=re.MULTILINE)
-    found = []
+    claims = []
     for row in rows(page):
         around = next((text for text in sections if row.text in text), "")
         named = set(re.findall(r"([\w.-]+\.json)", around))
         numbers = _sources(cells(row.text), named)
         if numbers:
             command = f"{page.relative_to(ROOT)}#{row.section}"
-            found.append({"text": row.text, "command": command, "numbers": numbers})
-    return found
+            claims.append({"text": row.text, "command": command, "numbers": numbers})
+    return claims
 
 
 def _sources(printed_cells: Sequence[str], named: set[str]) -> list[dict[str, Any]]:
