@@ -64,7 +64,7 @@ class Verify(Command):
     def run(self) -> None:
         """Print the result; the exit status is 1 if a bit differs."""
         from zo2adapters.models.checkpoint import resolve_directory
-        from zo2adapters.trainers.verification import summary, verify
+        from zo2adapters.trainers.verification import RandomSteps, summary, verify
         from zo2core import MeZOSGD
 
         self.check()  # also where the library is called
@@ -79,10 +79,7 @@ class Verify(Command):
             directory,
             opening,
             size,
-            steps=self.steps,
-            rows=self.batch_size,
-            tokens=self.tokens,
-            seed=self.seed,
+            RandomSteps(self.steps, self.batch_size, self.tokens, self.seed),
             method=optimizer,
             adapter=adapter,
         )

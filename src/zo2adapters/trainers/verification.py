@@ -54,15 +54,28 @@ class Verification(NamedTuple):
     digest: str  # of the engine's numbers and trained parameters: equal for equal bits, anywhere
 
 
+class RandomSteps(NamedTuple):
+    """Steps on batches of random tokens."""
+
+    number: int
+    rows: int
+    tokens: int
+    seed: int  # of the first step; each further one has the next
+
+    def batch(self, config: PretrainedConfig, step: int, *, has_head: bool) -> Batch:
+        """The batch of a step, with random labels for its rows if the model has a head for them."""
+        seed = self.seed + step
+        vocabulary = config.get_text_config().vocab_size
+        batch = random_batch(vocabulary, self.rows, self.tokens, seed=seed)
+        return _labelled(batch, config, seed) if has_head else batch
+
+
 def verify(
     directory: Path,
     opening: ModelOptions,
     size: StepSize,
+    steps: RandomSteps,
     *,
-    steps: int,
-    rows: int,
-    tokens: int,
-    seed: int,
     method: OptimizerName | None = None,
     adapter: Adapter | None = None,
 ) -> Verification:
@@ -85,7 +98,7 @@ def verify(
         dtype=opening.dtype,
         precision=precision,
     )
-    _require_fit(model, rows, tokens)
+    _require_fit(model, steps.rows, steps.tokens)
     whole = _whole_model(model, directory, opening.head, adapter)
     parameters = sum(not spec.frozen for layout in model.layouts for spec in layout.parameters)
     with Engine(model, _steps_of_engine(size, method, adapter)) as engine:
@@ -96,17 +109,11 @@ def verify(
         )
         of_whole = _steps_of_whole(model, whole, trained, size, method)
         digest = hashlib.sha256()
-        for step in range(steps):
-            batch = random_batch(
-                model.config.get_text_config().vocab_size, rows, tokens, seed=seed + step
-            )
-            batch = (
-                _labelled(batch, model.config, seed + step)
-                if isinstance(model, HFHeadModel)
-                else batch
-            )
+        for step in range(steps.number):
+            seed = steps.seed + step
+            batch = steps.batch(model.config, step, has_head=isinstance(model, HFHeadModel))
             try:
-                ours = engine.step(batch, seed=seed + step if method is None else None)
+                ours = engine.step(batch, seed=seed if method is None else None)
             except NonFiniteLossError:
                 require_finite_base(model)
                 raise
@@ -116,9 +123,7 @@ def verify(
                 *(() if ours.grad_norm is None else (ours.grad_norm,)),
             ]
             digest.update(struct.pack(f"<{len(numbers)}d", *numbers))
-            for number, (name, theirs) in zip(
-                numbers, of_whole(step, batch, seed + step), strict=True
-            ):
+            for number, (name, theirs) in zip(numbers, of_whole(step, batch, seed), strict=True):
                 if number != theirs:
                     found = f"step {step}, {name}: block by block {number!r}, whole {theirs!r}"
                     return Verification(0, found, _shown(digest))
@@ -128,7 +133,7 @@ def verify(
             digest.update(name.encode() + byte_view(tensor.cpu().contiguous()))
             difference = _first_difference(tensor, trained[name].detach())
             if difference is not None:
-                found = f"after {counted(steps, 'step')}, {name}{difference}"
+                found = f"after {counted(steps.number, 'step')}, {name}{difference}"
                 return Verification(parameters, found, _shown(digest))
     return Verification(parameters, None, _shown(digest))
 
