@@ -25,6 +25,13 @@ from zo2core.estimators.perturbation import DensePerturbation, StackedModel
 from zo2core.estimators.two_point import direction_seeds
 from zo2core.journal.journal import Journal
 from zo2core.journal.records import DRAWN, digest, json_object
+from zo2core.kernels.matmul_precision import (
+    EXACT,
+    HEADER_KEY,
+    present_precision,
+    recorded_precision,
+    require_precision,
+)
 from zo2core.kernels.programs import Trajectory, seeds_of
 from zo2core.methods.first_order import (
     TRAINED_COPIES,
@@ -62,7 +69,7 @@ from zo2core.protocols import (
     RoomTakingModel,
     Scheduler,
 )
-from zo2core.ranges import require_whole
+from zo2core.ranges import MatmulPrecision, require_whole
 from zo2core.run import CommittedSegments, CustomSource, EngineOptions, Run, Segments
 from zo2core.schedulers.devices import choose_device
 from zo2core.schedulers.overlapped import open_scheduler, spread
@@ -172,6 +179,7 @@ def open_run(inputs: RunInputs) -> OpenedRun:
             micro_batch_size=inputs.micro_batch_size,
             workers=parts.workers,
             device=parts.device,
+            matmul_precision=parts.matmul_precision,
             recorder=parts.recorder,
             directions=parts.directions,
             segments=segments,
@@ -205,6 +213,7 @@ class _RunParts:
     journal: Journal
     workers: Workers
     device: Device
+    matmul_precision: MatmulPrecision
     directions: Directions
     update_loss: UpdateLoss
 
@@ -277,6 +286,7 @@ def _open_parts(inputs: RunInputs, opened: ExitStack) -> _RunParts:
         journal=journal,
         workers=workers,
         device=device,
+        matmul_precision=_choose_precision(inputs.options, journal),
         directions=directions,
         update_loss=UpdateLoss(directions.noise),
     )
@@ -313,6 +323,15 @@ def _open_device(inputs: RunInputs, opened: ExitStack) -> Device:
     if isinstance(chosen, str):
         opened.callback(device.close)
     return device
+
+
+def _choose_precision(options: EngineOptions, journal: Journal) -> MatmulPrecision:
+    """The precision of products: the given one, the one of the journal's run, or the process's."""
+    precision = options.matmul_precision or recorded_precision(journal.header)
+    if precision is None:
+        return present_precision()
+    require_precision(precision)
+    return precision
 
 
 def _open_segments(parts: _RunParts) -> tuple[_RunParts, Segments]:
@@ -675,6 +694,9 @@ def _journal_header(parts: _RunParts) -> Mapping[str, Any]:
         "model": json_object("model.description", model.description),
         "provenance": None if provenance is None else json_object("provenance", provenance),
     }
+    precision = parts.matmul_precision
+    if precision != EXACT or recorded_precision(parts.journal.header) not in (None, EXACT):
+        header[HEADER_KEY] = precision
     if not isinstance(perturbation, DensePerturbation):
         header["perturbation"] = dict(perturbation.options)
     return header

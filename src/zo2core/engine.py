@@ -20,6 +20,7 @@ from zo2core.errors import OptionError
 from zo2core.estimators.factors import Learned
 from zo2core.journal.journal import Journal
 from zo2core.journal.snapshots import Snapshots
+from zo2core.kernels.matmul_precision import matmul_precision
 from zo2core.methods.gradient_steps import AdapterSteps
 from zo2core.methods.states import AdapterState, DiskState
 from zo2core.methods.zeroth_order import ZerothOrder, ZerothOrderSteps
@@ -600,9 +601,10 @@ class Engine:
         with closing(self._run.parameters_at(self.version, segments)) as visited:
             for spec, view in visited:
                 weights = view if spec.encoding is None else decoded(spec, view)
-                present = (
-                    weights if factors is None or spec.frozen else factors.present(spec, weights)
-                )
+                present = weights
+                if factors is not None and not spec.frozen:
+                    with matmul_precision(self._run.matmul_precision):
+                        present = factors.present(spec, weights)
                 yield spec.name, present.view(spec.shape)
                 if progress is not None:
                     progress(present.nbytes)

@@ -14,6 +14,7 @@ from typing import Any, Literal, TypeAlias
 from zo2core.errors import OptionError
 
 OptimizerName: TypeAlias = Literal["adamw", "sgd", "lomo", "adalomo", "badam"]
+MatmulPrecision: TypeAlias = Literal["highest", "high", "medium"]  # as torch names them
 OF_ADAPTERS: tuple[OptimizerName, ...] = ("adamw", "sgd")  # those that train an adapter, too
 
 

@@ -21,10 +21,12 @@ from zo2core.errors import OptionError
 from zo2core.estimators.directions import Directions
 from zo2core.io.process_memory import make_room
 from zo2core.journal.journal import Journal
+from zo2core.kernels.matmul_precision import matmul_precision
 from zo2core.kernels.programs import Trajectory
 from zo2core.planning.memory import Replay, RunSpec
 from zo2core.planning.speeds import WriteBackPolicy
 from zo2core.protocols import BlockModel, BlockSource, Device, Forward, Scheduler, VisitSegment
+from zo2core.ranges import MatmulPrecision
 from zo2core.schedulers.profiling import Sweep, Timeline, Trace, TraceRecorder
 from zo2core.shared import SharedBase
 from zo2core.sources.segment_store import BaseDigests, SegmentStore
@@ -84,6 +86,10 @@ class EngineOptions:
         spill: Directory of a temporary file, for the inputs of blocks that have no room in memory
             between a first-order step's forward and backward. None: ``run``, or else the system's
             for temporary files.
+        matmul_precision: Precision of products of float32 matrices, as
+            ``torch.set_float32_matmul_precision`` names it: "highest", "high" or "medium". It is in
+            force during sweeps, and the process's own afterwards. The journal records it, and other
+            values are refused. None: that of the journal's run, or else the process's.
         workers: Workers that share steps and evaluations; None: a run of one process.
         source: Where the model's segments are stored. None: in a source that is planned for this
             run alone. ``SharedBase``: a base that other runs read, too; its device and memory are
@@ -98,6 +104,7 @@ class EngineOptions:
     replay: Replay = "auto"
     trace: Trace | Path | str | None = None
     spill: Path | str | None = None
+    matmul_precision: MatmulPrecision | None = None
     workers: Workers | None = None
     source: SharedBase | CustomSource | None = None
 
@@ -174,6 +181,7 @@ class Run:
     micro_batch_size: int | None  # rows of a micro-batch; None does not split batches
     workers: Workers
     device: Device
+    matmul_precision: MatmulPrecision  # of float32 matrices, in sweeps
     recorder: TraceRecorder
     directions: Directions
     segments: Segments
@@ -216,7 +224,7 @@ class Run:
         visit: VisitSegment = visitor.visit
         if self.progress.watch is not None:
             visit = watched(visit, len(order), self.progress.watch)
-        with self.use.locked():
+        with self.use.locked(), matmul_precision(self.matmul_precision):
             try:
                 self.segments.scheduler.sweep(visit, order)
             except BaseException:

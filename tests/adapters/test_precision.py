@@ -3,28 +3,43 @@ exports keep of it.
 """
 
 import json
+from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import torch
 from command_lines import done, refusal
-from engines import assert_equal
+from engines import assert_equal, inner, memory, weights
 from models import CONFIGS, make_batch, save_model, small_config
 from parity import assert_same_bits, assert_steps_alike
+from peft_models import lora, monolithic, values_of
 from runs import finish, rows_of, small_run, weights_of
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM, GptOssConfig
+from whole_loops import WholeModel
 
-from zo2adapters import Architecture, MonolithicMeZO, Precision, open_checkpoint
+from zo2adapters import Adapter, Architecture, MonolithicMeZO, Precision, open_checkpoint
 from zo2adapters.models.architecture import faster_half
 from zo2adapters.trainers.optimization import Optimization
 from zo2adapters.trainers.options import RunModelOptions, TrainOptions
 from zo2adapters.trainers.trainer import Trainer
-from zo2core import Distribution, Engine, Journal, MeZOSGD, ZerothOrder
-from zo2core.errors import OptionError
+from zo2core import (
+    Distribution,
+    Engine,
+    EngineOptions,
+    FirstOrder,
+    Journal,
+    MeZOSGD,
+    TorchOptimizer,
+    ZerothOrder,
+)
+from zo2core.errors import BusyError, JournalError, OptionError
 from zo2core.kernels import Draw, dispatch
+from zo2core.kernels.matmul_precision import changes_products, matmul_precision
+from zo2core.ranges import MatmulPrecision
 from zo2core.types import Descend, Lane, Perturb, Program
 
 BATCH = make_batch(40, [12, 7])
@@ -282,3 +297,174 @@ def test_parameters_that_transformers_keeps_in_float32_are_float32(
         engine.export(tmp_path / "exported")
     exported = AutoModelForCausalLM.from_pretrained(tmp_path / "exported")
     assert_equal(dict(exported.named_parameters()), dict(whole.named_parameters()))
+
+
+WIDE = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4}
+ON_CPU = torch.device("cpu")
+
+
+def wide(folder: Path) -> Path:
+    """A base with products that are large enough for a library's fast ones."""
+    return save_model(folder / "wide", small_config("llama", num_key_value_heads=4, **WIDE))
+
+
+@pytest.mark.parametrize("precision", get_args(MatmulPrecision))
+@pytest.mark.parametrize("buckets", [None, 2])
+def test_steps_have_the_bits_of_the_whole_model_in_each_precision_of_products(
+    tmp_path: Path, precision: MatmulPrecision, buckets: int | None
+) -> None:
+    base = wide(tmp_path)
+    batch = make_batch(40, [12, 7])
+    whole = WholeModel(base)
+    optimizer = torch.optim.SGD(whole.parameters.values(), lr=1e-2)
+    mezo = MonolithicMeZO(
+        AutoModelForCausalLM.from_pretrained(base, dtype="auto"), lr=1e-3, zo_eps=1e-3
+    )
+    expected = []
+    with matmul_precision(precision):
+        for seed in range(2):
+            expected.append((whole.backward([batch]), mezo.step(batch, seed).losses))
+            optimizer.step()
+    options = EngineOptions(matmul_precision=precision)
+    shared: dict[str, Any] = {"memory": memory(buckets), "options": options}
+    update = TorchOptimizer(partial(torch.optim.SGD, lr=1.0))
+    model = open_checkpoint(base)
+    with Engine(
+        model, FirstOrder(update, lr=1e-2), memory=memory(), options=options
+    ) as first_order:
+        losses = [first_order.step(batch).loss for _ in range(2)]
+        assert_equal(dict(first_order.parameters_now()), whole.parameters)
+    with Engine(open_checkpoint(base), MEZO, **shared) as zeroth_order:
+        pairs = [zeroth_order.step(batch, seed=seed).losses for seed in range(2)]
+        assert zeroth_order.evaluate([batch]).loss != pytest.approx(0)
+        assert_equal(weights(zeroth_order), dict(mezo.model.named_parameters()))
+    assert list(zip(losses, pairs, strict=True)) == expected
+
+
+@pytest.mark.skipif(
+    not changes_products("medium", ON_CPU), reason="this processor has no faster products"
+)
+@pytest.mark.parametrize("targets", [["q_proj"], ["q_proj", "up_proj"]])
+def test_faster_products_change_a_run_and_an_adapter_has_the_bits_of_peft_in_them(
+    tmp_path: Path, targets: list[str]
+) -> None:
+    base = wide(tmp_path)
+    config = lora(target_modules=targets, init_lora_weights=False, r=4)
+    batch = make_batch(40, [12, 12, 9, 12])
+    values = values_of(open_checkpoint(base, adapter=Adapter(config=config, seed=1)))
+    losses: dict[MatmulPrecision, list[float]] = {}
+    precisions: tuple[MatmulPrecision, ...] = ("highest", "medium")
+    for precision in precisions:
+        whole = WholeModel(monolithic(base, config, values))
+        trained = [p for p in whole.parameters.values() if p.requires_grad]
+        optimizer = torch.optim.AdamW(trained, lr=1e-2)
+        expected = []
+        with matmul_precision(precision):
+            for _ in range(2):
+                expected.append(whole.backward([batch]))
+                optimizer.step()
+        model = open_checkpoint(base, adapter=Adapter(config=config, seed=1))
+        method = FirstOrder(partial(torch.optim.AdamW, lr=1e-2))
+        options = EngineOptions(matmul_precision=precision)
+        with Engine(model, method, memory=memory(2), options=options) as engine:
+            losses[precision] = [engine.step(batch).loss for _ in range(2)]
+            trained_values = dict(engine.parameters)
+        assert losses[precision] == expected
+        assert_equal(trained_values, {name: whole.parameters[name] for name in trained_values})
+    assert losses["highest"] != losses["medium"]
+
+
+def backends() -> tuple[str, str]:
+    """The precisions of torch's backends."""
+    onednn: Any = torch.backends.mkldnn
+    return torch.backends.cuda.matmul.fp32_precision, onednn.matmul.fp32_precision
+
+
+@pytest.fixture
+def cuda_alone() -> Iterator[None]:
+    """A process that has chosen the precision of one backend only."""
+    before = torch.backends.cuda.matmul.fp32_precision
+    torch.backends.cuda.matmul.fp32_precision = "tf32"
+    yield
+    torch.backends.cuda.matmul.fp32_precision = before
+
+
+class RefusingObjective:
+    """The model's forward, which fails in the head."""
+
+    def __init__(self, model: Any) -> None:
+        self._model = model
+        self.seen: list[tuple[str, str]] = []
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._model, name)
+
+    def head(self, batch: Any, activations: Any) -> torch.Tensor:
+        self.seen.append(backends())
+        raise ArithmeticError("the head")
+
+
+@pytest.mark.usefixtures("cuda_alone")
+def test_the_setting_of_the_process_is_put_back_after_each_sweep_also_one_that_fails(
+    base: Path,
+) -> None:
+    before = backends()
+    options = EngineOptions(matmul_precision="medium")
+    model = open_checkpoint(base)
+    with Engine(model, MEZO, options=options) as engine:
+        engine.step(BATCH)
+        assert backends() == before
+        objective = RefusingObjective(model)
+        with pytest.raises(ArithmeticError):
+            engine.step(BATCH, objective)
+        assert objective.seen == [("tf32", "bf16")]
+        assert backends() == before
+    with pytest.raises(OptionError, match="that differ"):
+        Engine(open_checkpoint(base), MEZO)
+
+
+def test_a_run_keeps_its_precision_of_products(base: Path, tmp_path: Path) -> None:
+    for begun, others in (("high", ["highest", "medium"]), ("highest", ["high"])):
+        path = tmp_path / f"{begun}.jsonl"
+
+        def opened(precision: Any, path: Path = path) -> Engine:
+            options = EngineOptions(matmul_precision=precision)
+            return Engine(open_checkpoint(base), MEZO, journal=path, options=options)
+
+        with opened(begun) as engine:
+            engine.step(BATCH)
+        for other in others:
+            with pytest.raises(JournalError, match="matmul_precision"):
+                opened(other)
+        with opened(None) as engine:
+            assert inner(engine)._run.matmul_precision == begun
+    with pytest.raises(OptionError, match=r"'tf32'.*highest, high or medium"):
+        opened("tf32")
+
+
+def test_two_threads_cannot_compute_in_two_precisions() -> None:
+    before = backends()
+    with matmul_precision("high"), matmul_precision("high"):
+        said = "medium, while another engine computes with high"
+        with pytest.raises(BusyError, match=said), matmul_precision("medium"):
+            pass
+        assert torch.get_float32_matmul_precision() == "high"
+    assert backends() == before
+
+
+def test_train_says_what_a_precision_of_products_does_and_resumes_with_no_other(
+    tmp_path: Path,
+) -> None:
+    small_run(tmp_path)
+    here = ["--model", tmp_path / "base", "--data", tmp_path / "rows.jsonl"]
+    run = ["train", *here, "--output", tmp_path / "run", "--lr", "1e-2", "--batch-size", "2"]
+    ended = done(*run, "--steps", "2", "--matmul-precision", "medium", "--method", "zeroth-order")
+    says = "for products of float32 matrices on cpu"
+    if not changes_products("medium", ON_CPU):
+        says = "has no effect: on cpu it gives the products of highest"
+    assert says in ended.out + ended.err
+    header = json.loads((tmp_path / "run" / "journal.jsonl").read_text().splitlines()[0])
+    assert header["matmul_precision"] == "medium"
+    other = refusal("train", "--resume", tmp_path / "run", "--matmul-precision", "high")
+    assert "medium, as in the run" in other
+    done("evaluate", "--run", tmp_path / "run", "--data", tmp_path / "rows.jsonl")

@@ -323,7 +323,10 @@ class AtStep(Command):
             memory=self._memory(room, is_shared=shared is not None),
             micro_batch_size=micro_batch_size,
             options=EngineOptions(
-                trace=worker_trace(trace, workers), workers=workers, source=shared
+                matmul_precision=self.model_options.matmul_precision,
+                trace=worker_trace(trace, workers),
+                workers=workers,
+                source=shared,
             ),
         )
         if experts is not None and engine.host_plan is not None:

@@ -241,6 +241,7 @@ class RunMethod(ABC):
                 provenance=provenance,
                 write_back=self.write_back,
                 commit_every=self.commit_every,
+                matmul_precision=options.model_options.matmul_precision,
                 trace=worker_trace(execution.trace, self.workers),
                 workers=self.workers,
                 source=self.shared,
@@ -268,7 +269,11 @@ class RunMethod(ABC):
             device=local_device(self.options.storage.device, workers),
             memory=self.policy(activations),
             micro_batch_size=self.options.batching.micro_batch_size,
-            options=EngineOptions(workers=workers, source=self.shared),
+            options=EngineOptions(
+                matmul_precision=self.options.model_options.matmul_precision,
+                workers=workers,
+                source=self.shared,
+            ),
         )
 
     def request(self, model: HFBlockModel, memory: StepMemory, *, rows: int = 1) -> RunRequest:

@@ -61,7 +61,13 @@ from zo2adapters.trainers.optimization import (
 )
 from zo2adapters.trainers.option_checks import require_valid
 from zo2core.errors import OptionError, without_effect
-from zo2core.ranges import LARGEST_WHOLE, OF_ADAPTERS, require_number, require_whole
+from zo2core.ranges import (
+    LARGEST_WHOLE,
+    OF_ADAPTERS,
+    MatmulPrecision,
+    require_number,
+    require_whole,
+)
 
 if TYPE_CHECKING:
     from zo2adapters.models.hf import HFBlockModel  # a command line is read without transformers
@@ -259,6 +265,12 @@ class RunModelOptions(AdapterOptions, ModelOptions):
     With fewer bits the host replays updates and nothing is transferred back. With -back the
     matrices are also transferred back in this dtype, and every update is rounded to it. Evaluations
     use the transferred values, so the dtype is part of the result, also on the CPU.
+    """
+    matmul_precision: Annotated[MatmulPrecision, Option("model")] = "highest"
+    """Precision of products of float32 matrices, as torch.set_float32_matmul_precision names it.
+
+    high computes them in TF32, medium in bfloat16, where the device does so faster; weights and
+    sums stay in float32. Products in 16 bits do not change.
     """
 
     def opened(

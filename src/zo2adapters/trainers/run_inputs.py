@@ -29,6 +29,7 @@ from zo2adapters.tasks.tokenizer import is_dated, load_tokenizer, pad_token_id, 
 from zo2adapters.trainers.options import Batching, TrainOptions
 from zo2adapters.trainers.process import require_same_inputs
 from zo2core import Workers
+from zo2core.kernels.matmul_precision import EXACT, changes_products
 from zo2core.ranges import counted
 
 # of a row: tokens of each, and for how many the loss needs logits
@@ -382,7 +383,7 @@ class RunInputs:
         evaluation = self.evaluation
         rows = len(data)
         batch_size = options.batching.batch_size
-        lines = [_precision(options, model)]
+        lines = [_precision(options, model), *_matmul_precision(options)]
         if self.division is not None:
             lines.append(self.division.notice())
         settings = model.config.get_text_config().to_dict().items()
@@ -450,6 +451,18 @@ def row_notices(rows: Rows, used_for: str, *, others: Rows | None = None) -> lis
     }
     lengths = [f"{words}: {counted(number, 'row')}" for words, number in numbers.items() if number]
     return lines + [line if others is None else f"evaluation: {line}" for line in lengths]
+
+
+def _matmul_precision(options: TrainOptions) -> list[str]:
+    """A line about products of float32 matrices, unless they are exact."""
+    precision = options.model_options.matmul_precision
+    device = options.storage.device
+    if precision == EXACT:
+        return []
+    line = f"matmul precision: {precision}"
+    if changes_products(precision, torch.device(device)):
+        return [f"{line}, for products of float32 matrices on {device}"]
+    return [f"{line} has no effect: on {device} it gives the products of {EXACT}"]
 
 
 def _precision(options: TrainOptions, model: HFBlockModel) -> str:

@@ -83,7 +83,7 @@ _WORDS = {
 }
 # Types of the values that this library writes; other keys are the caller's.
 _TYPES: Mapping[str, tuple[type, ...]] = {
-    **dict.fromkeys(("base", "parameters", "noise"), (str,)),
+    **dict.fromkeys(("base", "parameters", "noise", "matmul_precision"), (str,)),
     **dict.fromkeys(("model", "provenance", "perturbation", METHOD, DRAWN), (dict,)),
     "estimator": (dict, type(None)),
     "seed": (int, type(None)),

@@ -38,11 +38,12 @@ def sums_in_order(rows: int, inner: int, columns: int) -> bool:
     """
     if rows > _COMPARED_ROWS:
         rows = _COMPARED_ROWS + rows % _ROWS_AT_ONCE
-    return _sums_in_order(rows, inner, columns, torch.get_num_threads())
+    precision = torch.backends.mkldnn.matmul.fp32_precision  # type: ignore[attr-defined]
+    return _sums_in_order(rows, inner, columns, torch.get_num_threads(), precision)
 
 
 @cache
-def _sums_in_order(rows: int, inner: int, columns: int, threads: int) -> bool:
+def _sums_in_order(rows: int, inner: int, columns: int, threads: int, precision: str) -> bool:
     if not is_compiled() or inner > MOST_COLUMNS:
         return False
     generator = torch.Generator().manual_seed(rows)
