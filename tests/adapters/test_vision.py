@@ -2,6 +2,7 @@
 the rows' refused.
 """
 
+import json
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,9 +20,11 @@ from runs import weights_of
 from transformers import (
     AutoModelForCausalLM,
     AutoModelForImageTextToText,
+    AyaVisionConfig,
     Gemma3Config,
     Idefics3Config,
     InternVLConfig,
+    Llama4Config,
     LlavaConfig,
     LlavaNextConfig,
     Mistral3Config,
@@ -31,6 +34,7 @@ from transformers import (
     Qwen2VLConfig,
     Qwen3_5Config,
     Qwen3_5MoeConfig,
+    Qwen3VLConfig,
     SmolVLMConfig,
 )
 from whole_loops import WholeModel, torch_loop
@@ -149,7 +153,7 @@ CONFIGS: dict[str, PretrainedConfig] = {
     ),
 }
 FAMILIES = sorted(CONFIGS)
-# models of images and text, of which transformers has a class for text alone
+ROPE = {"rope_type": "default", "mrope_section": [1, 1, 2], "rope_theta": 1e4}
 LINEAR: dict[str, Any] = {
     **TEXT,
     "head_dim": 8,
@@ -158,7 +162,7 @@ LINEAR: dict[str, Any] = {
     "linear_num_value_heads": 2,
     "linear_key_head_dim": 4,
     "linear_value_head_dim": 4,
-    "rope_parameters": {"rope_type": "default", "mrope_section": [1, 1, 2], "rope_theta": 1e4},
+    "rope_parameters": ROPE,
 }
 EXPERTS = {
     "num_experts": 4,
@@ -168,7 +172,42 @@ EXPERTS = {
 }
 PATCHES = {**QWEN_TOWER, "intermediate_size": 24, "out_hidden_size": 16}
 PATCHES |= {"num_position_embeddings": 16}
+# models without a declaration, which are trained on text alone
 FOR_TEXT: dict[str, PretrainedConfig] = {
+    "qwen3_vl": Qwen3VLConfig(
+        **{**QWEN, "text_config": {**TEXT, "head_dim": 8, "rope_parameters": ROPE}},
+        vision_config={**PATCHES, "deepstack_visual_indexes": [0, 1]},
+    ),
+    "llama4": Llama4Config(
+        text_config={
+            **TEXT,
+            "num_local_experts": 2,
+            "num_experts_per_tok": 1,
+            "intermediate_size_mlp": 32,
+        },
+        vision_config={
+            **TOWER,
+            "intermediate_size": 64,
+            "vision_output_dim": 16,
+            "projector_input_dim": 16,
+            "projector_output_dim": 16,
+        },
+        image_token_index=IMAGE,
+    ),
+    # whose ``image_newline`` is a parameter beside the modules
+    "llava_next": LlavaNextConfig(
+        text_config={"model_type": "llama", **TEXT},
+        vision_config={"model_type": "clip_vision_model", "projection_dim": 16, **TOWER},
+        image_token_index=IMAGE,
+        image_grid_pinpoints=[[8, 8]],
+    ),
+    "aya_vision": AyaVisionConfig(
+        text_config={"model_type": "cohere2", **TEXT},
+        vision_config={"model_type": "siglip_vision_model", **TOWER, "vision_use_head": False},
+        image_token_index=IMAGE,
+        adapter_layer_norm_eps=1e-6,
+        downsample_factor=2,
+    ),
     "qwen3_5": Qwen3_5Config(**{**QWEN, "text_config": LINEAR}, vision_config=PATCHES),
     "qwen3_5_moe": Qwen3_5MoeConfig(
         **{**QWEN, "text_config": {**LINEAR, **EXPERTS}}, vision_config=PATCHES
@@ -243,6 +282,7 @@ def test_it_is_monolithic_mezo(tmp_path: Path, family: str, dtype: torch.dtype) 
         )
         assert any("vision" in name or "visual" in name for name, _ in engine.parameters_now())
         engine.export(tmp_path / "out")
+    assert weights_of(tmp_path / "out").keys() == weights_of(base).keys()
     again = whole_model(tmp_path / "out", dtype)
     with torch.inference_mode():
         for batch in batches:
@@ -333,17 +373,7 @@ def test_what_a_batch_holds_is_known_ahead_and_the_tower_runs_once_a_forward(
                 assert model.forward_bytes(batch) >= vision_bytes(model.config, pixels)
 
 
-def test_what_is_of_no_use_beside_images_or_was_never_held_against_the_whole_model_is_refused(
-    tmp_path: Path,
-) -> None:
-    config = LlavaNextConfig(
-        text_config={"model_type": "llama", **TEXT},
-        vision_config={"model_type": "clip_vision_model", "projection_dim": 16, **TOWER},
-        image_token_index=IMAGE,
-        image_grid_pinpoints=[[8, 8]],
-    )
-    with pytest.raises(UnsupportedModelError, match="vision_tower"):
-        open_checkpoint(saved(tmp_path / "next", config))
+def test_what_is_of_no_use_beside_images_is_refused(tmp_path: Path) -> None:
     base = saved(tmp_path / "base", CONFIGS["llava"])
     with pytest.raises(UnsupportedModelError, match="a prefix on a model that reads images"):
         open_checkpoint(
@@ -406,9 +436,6 @@ def test_the_command_line_trains_them_on_text(tmp_path: Path, family: str) -> No
     done("evaluate", "--model", tmp_path / "run" / "model", *on_rows)
 
 
-AUTO = (AutoModelForImageTextToText, AutoModelForCausalLM)
-
-
 @torch.no_grad()
 def loss_in(auto: Any, directory: Path, batch: dict[str, torch.Tensor]) -> float:
     """The loss of transformers' model of a class, which finds all of its tensors."""
@@ -418,14 +445,26 @@ def loss_in(auto: Any, directory: Path, batch: dict[str, torch.Tensor]) -> float
     return float(whole.eval()(**batch, use_cache=False).loss)
 
 
+def classes_of(family: str) -> list[Any]:
+    """Transformers' classes that load a checkpoint; of some families one is for text alone."""
+    has_text_class = family.startswith("qwen3_5")
+    return [AutoModelForImageTextToText, *([AutoModelForCausalLM] if has_text_class else [])]
+
+
+IMAGE_PARTS = ("vision", "visual", "multi_modal", "image")  # of names of tensors
+
+
+@pytest.mark.few(3)
 @pytest.mark.parametrize("family", FOR_TEXT)
 def test_text_trains_without_the_parts_for_images_which_exports_keep(
     family: str, tmp_path: Path
 ) -> None:
     base, batch = saved(tmp_path / "base", FOR_TEXT[family]), batch_of("", 0, images=0)
     before = weights_of(base)
+    of_images = {name for name in before if any(part in name for part in IMAGE_PARTS)}
     whole = whole_model(base)
-    whole.model.visual.requires_grad_(False)
+    for name, parameter in whole.named_parameters():
+        parameter.requires_grad_(all(part not in name for part in IMAGE_PARTS))
     literal = MonolithicMeZO(whole, **NUMBERS)
     with zeroth_order(open_checkpoint(base), MeZOSGD(**NUMBERS)) as engine:
         assert_steps_alike(engine, literal, [batch_of("", seed, images=0) for seed in range(2)])
@@ -435,35 +474,82 @@ def test_text_trains_without_the_parts_for_images_which_exports_keep(
             engine.step(batch_of("qwen2_5_vl", 0))
     after = weights_of(tmp_path / "out")
     assert after.keys() == before.keys()
-    assert {name for name in after if torch.equal(after[name], before[name])} == {
-        name for name in before if ".visual." in name
-    }
+    assert of_images == {name for name in after if torch.equal(after[name], before[name])}
     named = (tmp_path / "out" / "config.json").read_text()
     assert f'"{type(whole).__name__}"' in named
-    assert [loss_in(auto, tmp_path / "out", batch) for auto in AUTO] == [trained, trained]
+    assert {loss_in(auto, tmp_path / "out", batch) for auto in classes_of(family)} == {trained}
 
 
+def one_image(family: str) -> dict[str, torch.Tensor]:
+    """A row with an image, as the model's processor makes it."""
+    generator = torch.Generator().manual_seed(5)
+    tokens = {"llava_next": 10, "llama4": 1, "aya_vision": 1}.get(family, 4)
+    ids = torch.tensor([[7, 9, BEFORE, *[IMAGE] * tokens, BEHIND, 11, 20]])
+    row = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+    pixels = torch.randn(1, 3, 8, 8, generator=generator)
+    if family.startswith("qwen"):
+        row["pixel_values"] = torch.randn(16, 96, generator=generator)
+        row["image_grid_thw"] = torch.tensor([[1, 4, 4]])
+        row["mm_token_type_ids"] = (ids == IMAGE).long()
+    elif family == "llava_next":  # the image as a whole, and its only tile
+        row["pixel_values"] = torch.stack([pixels, pixels], 1)
+        row["image_sizes"] = torch.tensor([[8, 8]])
+    else:
+        row["pixel_values"] = pixels
+    return row
+
+
+@pytest.mark.few(3)
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`")  # peft asks for it
-def test_an_adapter_has_the_names_of_the_class_that_the_checkpoint_names(tmp_path: Path) -> None:
-    base, batch = saved(tmp_path / "base", FOR_TEXT["qwen3_5"]), batch_of("", 0, images=0)
-    config = LoraConfig(r=2, target_modules=["q_proj", "up_proj"], init_lora_weights=False)
+@pytest.mark.parametrize("family", FOR_TEXT)
+@torch.no_grad()
+def test_an_adapter_has_the_names_of_the_class_that_the_checkpoint_names(
+    family: str, tmp_path: Path
+) -> None:
+    base, batch = saved(tmp_path / "base", FOR_TEXT[family]), batch_of("", 0, images=0)
+    row = one_image(family)
+    expected = whole_model(base)(**row).logits
+    # in the vision tower of some, too
+    config = LoraConfig(r=2, target_modules=["q_proj", "k_proj", "fc1"])
     model: Any = open_checkpoint(base, adapter=Adapter(config=config, seed=1))
-    with Engine(model, FirstOrder(partial(torch.optim.SGD, lr=1e-2))) as engine:
+    with Engine(model, FirstOrder(partial(torch.optim.SGD, lr=1.0))) as engine:
+        engine.export(tmp_path / "zero")
         engine.step(batch)
         trained = engine.evaluate([batch]).loss
         engine.export(tmp_path / "adapter")
         export_merged(engine, model, tmp_path / "merged")
+    zero = PeftModel.from_pretrained(whole_model(base), tmp_path / "zero").eval()
+    assert torch.equal(zero(**row).logits, expected)
     loaded = PeftModel.from_pretrained(whole_model(base), tmp_path / "adapter").eval()
-    with torch.no_grad():
-        assert loaded(**batch, use_cache=False).loss.item() == trained
-    for auto in AUTO:
-        assert loss_in(auto, tmp_path / "merged", batch) == pytest.approx(trained, rel=1e-6)
-    names = weights_of(tmp_path / "adapter")
-    assert all(name.startswith("base_model.model.model.language_model.layers") for name in names)
+    assert loaded(**batch, use_cache=False).loss.item() == trained
+    merged = whole_model(tmp_path / "merged")
+    torch.testing.assert_close(loaded(**row).logits, merged(**row).logits)
+    assert not torch.allclose(loaded(**row).logits, expected, atol=1e-2)
+    for auto in classes_of(family):
+        assert loss_in(auto, tmp_path / "merged", batch) == pytest.approx(trained, rel=1e-5)
+    adapted = {name for name, _ in loaded.named_parameters() if "lora_" in name}
+    assert {name.replace(".default", "") for name in adapted} == set(
+        weights_of(tmp_path / "adapter")
+    )
+    assert all("language_model." in name for name in adapted)
     assert weights_of(tmp_path / "merged").keys() == weights_of(base).keys()
     again = open_checkpoint(base, adapter=Adapter(config=tmp_path / "adapter"))
     with Engine(again) as engine:
         assert engine.evaluate([batch]).loss == trained
+
+
+def test_a_declaration_may_leave_the_parts_for_images_out(tmp_path: Path) -> None:
+    base = saved(tmp_path / "base", CONFIGS["llava"])
+    left_out = ["model.vision_tower", "model.multi_modal_projector"]
+    parts = {"embedding": ["model.language_model.embed_tokens"], "left_out": left_out}
+    parts |= {"head": ["model.language_model.norm", "lm_head"]}
+    declared = {"model_type": "llava", "blocks": "model.language_model.layers", **parts}
+    (tmp_path / "text.json").write_text(json.dumps(declared))
+    with Engine(open_checkpoint(base, architecture=tmp_path / "text.json")) as engine:
+        names = [name for name, _ in engine.parameters_now()]
+        engine.export(tmp_path / "out")
+    assert not any(part in name for name in names for part in left_out)
+    assert weights_of(tmp_path / "out").keys() == weights_of(base).keys()
 
 
 def test_the_command_line_trains_the_text_of_such_a_model(tmp_path: Path) -> None:

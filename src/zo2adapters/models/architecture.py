@@ -5,9 +5,11 @@ Known architectures are declared here, by the config's model type; other models'
 by a dry run of Hugging Face's own forward on the meta device, with stubs for layers, which a
 declaration saves. Modules that the forward calls before the first layer are the embedding, those
 after the last one the head. Each layer must take exactly the output of the one before, and nothing
-else may use it. Models that do otherwise need a declaration, and so do models that read images,
-since the dry run has none. Their vision tower and its projector run before the first layer: they
-belong to the embedding.
+else may use it. Models that do otherwise need a declaration.
+
+Models that read images are trained with them if a declaration says where their vision tower and its
+projector are: they run before the first layer and belong to the embedding. Else they are trained on
+text alone. What the dry run, which has no images, does not read is left out of the model.
 """
 
 from __future__ import annotations
@@ -27,7 +29,7 @@ from torch import nn
 from torch.utils._pytree import tree_leaves
 from transformers import PreTrainedModel
 
-from zo2adapters.models.batches import CAUSAL_LM, Head, without_router_losses
+from zo2adapters.models.batches import CAUSAL_LM, Head, reads_images, without_router_losses
 from zo2adapters.models.meta_forward import MetaForward, meta_copy
 from zo2adapters.models.skeleton import StandIn
 from zo2core import BlockLayout, ParameterSpec, SegmentKind
@@ -210,6 +212,9 @@ class Architecture:
     returned: int = 0
     axes: tuple[int, int] = (0, 1)  # axes of rows and of tokens in the hidden states between layers
     ignored: tuple[str, ...] = ()  # name endings of obsolete tensors in old checkpoints
+    # modules and parameters that text does not reach: they are not part of the model, and exports
+    # copy their tensors
+    left_out: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -405,7 +410,7 @@ def read_architecture(path: Path) -> Architecture:
     except (ValueError, TypeError, RecursionError) as error:
         raise _refused(path, f"no object in JSON ({error})", "a JSON object") from error
     known = {field.name for field in fields(Architecture)}
-    missing = sorted(known - {"returned", "axes", "ignored"} - values.keys())
+    missing = sorted(known - {"returned", "axes", "ignored", "left_out"} - values.keys())
     unknown = sorted(values.keys() - known)
     if missing or unknown:
         found = f"no {missing[0]!r}" if missing else f"a field {unknown[0][:40]!r}"
@@ -432,7 +437,7 @@ def _checked(name: str, value: Any) -> tuple[bool, str]:
         return are_axes and items[0] != items[
             1
         ], f"a list of two different integers from 0 to {_MAX_AXES - 1}"
-    if name in ("embedding", "head", "ignored"):
+    if name in ("embedding", "head", "ignored", "left_out"):
         return items is value and all(
             isinstance(item, str) and item for item in items
         ), "a list of names"
@@ -515,6 +520,7 @@ class _DryRun(MetaForward):
             for name, module in modules
             if any(p is not None for p in module._parameters.values())
         }
+        self.read: set[int] = set()  # ids of parameters that any of the forwards has read
         for name, module in self.owners.items():
             module.register_forward_pre_hook(partial(self._called, name))
 
@@ -532,6 +538,20 @@ class _DryRun(MetaForward):
             ids = torch.zeros(rows, tokens, dtype=torch.int64)
             return self.model(input_ids=ids, use_cache=False, **off, **inputs)
 
+    def names(self, path: str) -> frozenset[str]:
+        """The names of a module's own parameters."""
+        own = self.owners[path]._parameters
+        return frozenset(f"{path}.{leaf}" for leaf, p in own.items() if p is not None)
+
+    def unread(self) -> frozenset[str]:
+        """The names of the parameters outside the layers that no forward has read."""
+        return frozenset(
+            f"{path}.{leaf}"
+            for path, module in self.owners.items()
+            for leaf, parameter in module._parameters.items()
+            if parameter is not None and id(parameter) not in self.read
+        )
+
     def _called(self, name: str, module: nn.Module, inputs: object) -> None:
         if self.reached == 0:
             self.before.append(name)
@@ -542,13 +562,11 @@ class _DryRun(MetaForward):
 
     def followed(self, func: Any, args: Any, kwargs: Mapping[str, Any], result: Any) -> None:
         """See the base class."""
+        arguments = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
         results = [leaf for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor)]
+        self.read.update(id(leaf) for leaf in arguments if results)
         if results and not (func in _IDENTITY_OPS and result is args[0]):
-            self._follow(
-                func,
-                [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)],
-                results,
-            )
+            self._follow(func, arguments, results)
 
     def _follow(
         self, func: Any, arguments: list[torch.Tensor], results: list[torch.Tensor]
@@ -658,11 +676,18 @@ def derive_architecture(model: PreTrainedModel, head: Head = CAUSAL_LM) -> Archi
 
 
 def _outermost_layers(model: PreTrainedModel, where: str) -> tuple[str, nn.ModuleList]:
-    """The list of layers with the most parameters, of those not nested in another list."""
+    """The list of layers with the most parameters, of those not nested in another list: of a model
+    that reads images, in its decoder.
+    """
+    whole: Any = model
+    decoder: nn.Module = whole.get_decoder() if reads_images(model.config) else model
+    within = {id(module) for module in decoder.modules()}
     lists: list[tuple[str, nn.ModuleList]] = []
     for name, module in model.named_modules():
-        if isinstance(module, nn.ModuleList) and not any(
-            name.startswith(f"{outer}.") for outer, _ in lists
+        if (
+            isinstance(module, nn.ModuleList)
+            and id(module) in within
+            and not any(name.startswith(f"{outer}.") for outer, _ in lists)
         ):
             lists.append((name, module))
     if not lists:
@@ -724,7 +749,7 @@ def _axes(run: _DryRun, where: str) -> tuple[int, int]:
 
 def _architecture(run: _DryRun, path: str, where: str) -> Architecture:
     """Make a declaration of a dry run, in which each module must be called, and on one side of the
-    layers only.
+    layers only. Of a model that reads images, what is not read is left out.
     """
     if run.reached != run.layers:
         raise _MismatchError(f"{run.reached} of {run.layers} layers are called")
@@ -734,20 +759,46 @@ def _architecture(run: _DryRun, path: str, where: str) -> Architecture:
     if both:
         raise _underivable(where, f"{both[0]}, called before the layers and after them")
     called = {*run.before, *run.after}
+    unread = run.unread() if reads_images(run.model.config) else frozenset()
     tied = {id(p) for name in called for p in run.owners[name]._parameters.values()}
     for name, module in run.owners.items():
         idle = [
-            leaf for leaf, p in module._parameters.items() if p is not None and id(p) not in tied
+            f"{name}.{leaf}"
+            for leaf, p in module._parameters.items()
+            if p is not None and id(p) not in tied
         ]
-        if name not in called and idle:
-            raise _underivable(where, f"{name}.{idle[0]}, a parameter whose module is never called")
+        if name not in called and not unread.issuperset(idle):
+            raise _underivable(where, f"{idle[0]}, a parameter whose module is never called")
+    without = {name for name in called if run.names(name) <= unread}
     return Architecture(
         model_type=run.model.config.model_type,
-        embedding=tuple(dict.fromkeys(run.before)),
+        embedding=tuple(name for name in dict.fromkeys(run.before) if name not in without),
         blocks=path,
-        head=tuple(dict.fromkeys(run.after)),
+        head=tuple(name for name in dict.fromkeys(run.after) if name not in without),
         returned=run.returned,
+        left_out=_outermost(run.model, unread, called),
     )
+
+
+def _outermost(
+    model: nn.Module, names: Collection[str], called: Collection[str]
+) -> tuple[str, ...]:
+    """Paths of the outermost modules all of whose parameters have these names, and none of whose
+    parts is called, and the names of the other parameters.
+    """
+    paths: list[str] = []
+    for path, module in model.named_modules():
+        within = [name for name, _ in module.named_parameters(path, remove_duplicate=False)]
+        is_inside = is_under(path, paths)
+        are_called = any(is_under(part, (path,)) for part in called)
+        if path and within and not is_inside and not are_called and {*within} <= {*names}:
+            paths.append(path)
+    return (*paths, *(name for name in sorted(names) if not is_under(name, paths)))
+
+
+def is_under(name: str, paths: Collection[str]) -> bool:
+    """Whether a module or parameter is one of these modules, or in one of them."""
+    return any(name == path or name.startswith(f"{path}.") for path in paths)
 
 
 def _underivable(where: str, found: str) -> UnsupportedModelError:

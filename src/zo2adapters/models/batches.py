@@ -329,13 +329,19 @@ class Head:
         self.check_targets(batch, config)
 
     def class_of(self, config: PretrainedConfig) -> Any:
-        """The class that builds the model of a config; a language model may also read images."""
+        """The class that builds the model of a config; a language model may also read images.
+
+        Where transformers has a class for text alone, too, as of Qwen3.5, it is the one that
+        ``config.json`` names.
+        """
         if self is not CAUSAL_LM or not reads_images(config):
             return self.auto_class
-        is_known = type(config) in self.auto_class._model_mapping
-        if is_known and not left_out_for_text(config):
-            return self.auto_class
-        return transformers.AutoModelForImageTextToText
+        for_images = transformers.AutoModelForImageTextToText
+        text: Any = self.auto_class._model_mapping.get(type(config), None)
+        whole: Any = for_images._model_mapping[type(config)]
+        named = getattr(config, "architectures", None) or ()
+        is_whole = whole.__name__ in named and text is not whole
+        return for_images if text is None or is_whole else self.auto_class
 
 
 def reads_images(config: PretrainedConfig) -> bool:
@@ -344,29 +350,8 @@ def reads_images(config: PretrainedConfig) -> bool:
 
 
 def takes_images(model: PreTrainedModel) -> bool:
-    """Whether a model takes images as they are built here."""
-    has_argument = "pixel_values" in inspect.signature(model.forward).parameters
-    return has_argument and not left_out_for_text(model.config)
-
-
-def left_out_for_text(config: PretrainedConfig) -> tuple[str, ...]:
-    """Patterns of the names that a model's parts for images have; none unless text trains without
-    them.
-
-    Qwen3.5's checkpoints are of a class that reads images, and transformers has a class for their
-    text alone. Names are those of the class that ``config.json`` names; the class for text says
-    which tensors it leaves out.
-    """
-    mapped = (CAUSAL_LM.auto_class, transformers.AutoModelForImageTextToText)
-    classes: list[Any] = [auto._model_mapping.get(type(config), None) for auto in mapped]
-    text, whole = classes
-    named = getattr(config, "architectures", None)
-    if text is whole or not all(isinstance(one, type) for one in classes):
-        return ()
-    if not isinstance(named, list) or whole.__name__ not in named:
-        return ()
-    others = whole._keys_to_ignore_on_load_unexpected or ()
-    return tuple(p for p in text._keys_to_ignore_on_load_unexpected or () if p not in others)
+    """Whether a model's forward has an argument for images as they are built here."""
+    return "pixel_values" in inspect.signature(model.forward).parameters
 
 
 def head_of(name: str) -> Head:

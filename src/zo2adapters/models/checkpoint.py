@@ -15,7 +15,7 @@ import json
 import os
 import stat
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -65,7 +65,7 @@ from zo2adapters.models.peft_adapter import (
 )
 from zo2adapters.models.peft_model import PeftBlockModel, PeftHeadModel, PrefixBlockModel
 from zo2adapters.models.quantization import EncodedTensor, Quantization
-from zo2adapters.models.skeleton import Bounds, OversizedError, build_skeleton
+from zo2adapters.models.skeleton import Bounds, OversizedError, build_skeleton, leave_out
 from zo2core import ZO2Error
 from zo2core.checkpoint.shards import (
     INDEX_FILE,
@@ -206,6 +206,7 @@ def open_checkpoint(
     parameters, saved_form = stored_tensors.match_tensors(
         directory, entries, encoded, skeleton, architecture
     )
+    left_out = leave_out(skeleton, architecture.left_out)
     is_exact = precision in ("auto", "exact") and chosen.autocast is None
     if is_exact and dtype == "auto" and not files.converts:
         stored_tensors.require_dtype(parameters, skeleton, chosen.stored)
@@ -223,7 +224,7 @@ def open_checkpoint(
         base = partial(
             open_checkpoint, directory, dtype=base_dtype, architecture=architecture, head=head
         )
-        parts = _with_adapter(parts, skeleton, kind, adapter_config, base)
+        parts = _with_adapter(parts, skeleton, kind, adapter_config, base, left_out)
     model = parts.make(
         skeleton,
         parts.architecture,
@@ -265,9 +266,16 @@ class _Parts(NamedTuple):
 
 
 def _with_adapter(
-    parts: _Parts, skeleton: PreTrainedModel, head: Head, chosen: ChosenConfig, base: OpenBase
+    parts: _Parts,
+    skeleton: PreTrainedModel,
+    head: Head,
+    chosen: ChosenConfig,
+    base: OpenBase,
+    left_out: Collection[str],
 ) -> _Parts:
-    """Insert an adapter into a skeleton; returns the parts of a model with it."""
+    """Insert an adapter into a skeleton, from which tensors of these names were left out; returns
+    the parts of a model with it.
+    """
     precision = parts.formats.precision
     is_mixed = precision.autocast is not None
     adapter = inject(
@@ -277,6 +285,7 @@ def _with_adapter(
         is_mixed=is_mixed,
         encoded=parts.formats.encodings.keys(),
         idle=module_use(skeleton, parts.architecture).idle,
+        left_out=left_out,
     )
     causal = PeftBlockModel if adapter.wrapper is None else PrefixBlockModel
     model_class = causal if head is CAUSAL_LM else PeftHeadModel

@@ -376,7 +376,8 @@ class HFBlockModel:
         return self._prepared(batch)
 
     def _prepared(self, batch: Batch) -> Batch:
-        if "pixel_values" in batch and not takes_images(self.skeleton):
+        takes_them = takes_images(self.skeleton) and not self._architecture.left_out
+        if "pixel_values" in batch and not takes_them:
             raise BatchError(
                 "batch['pixel_values']",
                 f"images for {type(self.skeleton).__name__}, which is trained on text alone",

@@ -247,6 +247,8 @@ def _insertion(expected: str, remedy: str) -> Iterator[None]:
             # of a mixture: its own
             warnings.filterwarnings("ignore", r"The following (rank|alpha)_pattern .*gate_up_proj")
             warnings.filterwarnings("ignore", "`is_gradient_checkpointing`")  # peft reads it
+            # of a model, of which they are left out
+            warnings.filterwarnings("ignore", "You have passed exclude_modules")
             yield
     except Exception as error:  # any: an invalid config leads to errors inside peft
         found = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
@@ -864,9 +866,11 @@ def inject(
     is_mixed: bool,
     encoded: Collection[str],
     idle: Collection[str],
+    left_out: Collection[str],
 ) -> OpenedAdapter:
     """Insert peft's modules into a skeleton, in mixed or exact precision, given the names of the
-    encoded parameters and the paths of the modules that are never called.
+    encoded parameters, the paths of the modules that are never called, and the names of tensors
+    that are not part of the skeleton.
 
     Their parameters are on the meta device.
     """
@@ -876,6 +880,7 @@ def inject(
     wrapper = _insert(skeleton, chosen, idle)
     if adapter.is_trained:
         _require_called(skeleton, idle)
+    _name_what_is_adapted(skeleton, config, left_out)
     tensors = dict[str, torch.Tensor]()
     for name, value in _added(skeleton):  # a module's copy has the dtype of the module, as in peft
         dtype = dtypes[base_form(name)] if SAVED in name else torch.float32
@@ -908,6 +913,30 @@ def inject(
         forward_bytes=kind.forward_bytes(skeleton, config),
         wrapper=wrapper,
     )
+
+
+def _name_what_is_adapted(
+    skeleton: PreTrainedModel, config: Any, left_out: Collection[str]
+) -> None:
+    """Change a config such that peft adapts no module that was left out of a skeleton, when it puts
+    the adapter into the whole model.
+    """
+    with names_of("peft"):
+        from peft.tuners.tuners_utils import check_target_module_exists
+
+    if not left_out:
+        return
+    modules = sorted({name.rpartition(".")[0] for name in left_out})
+    matched = [path for path in modules if check_target_module_exists(config, path)]
+    excluded = config.exclude_modules
+    if matched and isinstance(excluded, str):
+        config.exclude_modules = "|".join([excluded, *map(re.escape, matched)])
+    elif matched:
+        config.exclude_modules = sorted({*(excluded or ()), *matched})
+    saved = config.modules_to_save or ()
+    if any(path.endswith(name) for path in modules for name in saved):
+        copies = (name.partition(SAVED)[0] for name, _ in _added(skeleton) if SAVED in name)
+        config.modules_to_save = [*dict.fromkeys(copies)]
 
 
 def _insert(skeleton: PreTrainedModel, chosen: ChosenConfig, idle: Collection[str]) -> Any:

@@ -9,7 +9,6 @@ Build a model from its config alone: parameters without memory, buffers with tra
 from __future__ import annotations
 
 import math
-import re
 import sys
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -21,7 +20,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 from transformers import Cache, PretrainedConfig, PreTrainedModel
 
-from zo2adapters.models.batches import CAUSAL_LM, Head, left_out_for_text
+from zo2adapters.models.batches import CAUSAL_LM, Head
 from zo2adapters.models.library_names import build_glob_alternation
 from zo2core.errors import UnsupportedModelError
 
@@ -276,24 +275,22 @@ def _initialize_again(model: PreTrainedModel, where: str) -> None:
         )
 
 
-def _leave_out(model: PreTrainedModel, patterns: Sequence[str]) -> None:
-    """Remove the modules all of whose tensors have names like these, which loading then ignores."""
-    if not patterns:
-        return
-    known = model._keys_to_ignore_on_load_unexpected or ()
-    model._keys_to_ignore_on_load_unexpected = [*known, *patterns]
-    left_out = "\0"
-    for path, module in [*model.named_modules()]:
-        names = [f"{path}.{name}" for name in module.state_dict()]
-        is_inside = path.startswith(f"{left_out}.")
-        if path and names and not is_inside and all(_matches(patterns, name) for name in names):
-            parent, _, leaf = path.rpartition(".")
-            model.get_submodule(parent)._modules[leaf] = None
-            left_out = path
-
-
-def _matches(patterns: Sequence[str], name: str) -> bool:
-    return any(re.search(pattern, name) for pattern in patterns)
+def leave_out(model: PreTrainedModel, paths: Iterable[str]) -> dict[str, torch.Tensor]:
+    """Remove these modules and parameters, where the model has them; returns their tensors by
+    name.
+    """
+    before = model.state_dict()
+    modules = dict(model.named_modules())
+    for path in paths:
+        parent, _, leaf = path.rpartition(".")
+        if parent not in modules:
+            continue
+        members: Any
+        for members in (modules[parent]._modules, modules[parent]._parameters):
+            if leaf in members:
+                members[leaf] = None
+    kept = model.state_dict()
+    return {name: value for name, value in before.items() if name not in kept}
 
 
 def build_skeleton(
@@ -312,8 +309,6 @@ def build_skeleton(
     model.train(mode=False)
     _initialize_again(model, where)
     _keep_dtypes(model, dtype)
-    if head is CAUSAL_LM:
-        _leave_out(model, left_out_for_text(config))
     for name, buffer in model.named_buffers():
         if buffer.is_meta and name not in model.state_dict():  # else the checkpoint has its values
             where = f"{where}: {name}"

@@ -24,7 +24,7 @@ import torch
 from safetensors.torch import save
 from transformers import PreTrainedModel, __version__
 
-from zo2adapters.models.architecture import Architecture, parameter_names
+from zo2adapters.models.architecture import Architecture, is_under, parameter_names
 from zo2adapters.models.library_names import (
     WeightConverter,
     WeightRenaming,
@@ -114,30 +114,32 @@ def match_tensors(
     skeleton: PreTrainedModel,
     architecture: Architecture,
 ) -> tuple[dict[str, tuple[Piece, ...]], SavedForm]:
-    """Find the pieces of each of ``named_parameters()``, and load persistent buffers, which are few
-    and small.
+    """Find the pieces of each of ``named_parameters()`` that is not left out, and load persistent
+    buffers, which are few and small.
 
     Returns:
         The pieces, and how the checkpoint stores buffers and parameters that have other names or
         parts in the model, and what transformers leaves out.
     """
     pieces, ignored = _pieces_of(entries, skeleton, architecture)
-    prefix = skeleton.base_model_prefix
     state = skeleton.state_dict()
     _require_expected(pieces, state)
     parameters: dict[str, tuple[Piece, ...]] = {}
     parts: dict[str, tuple[SavedPart, ...]] = {}
     for name, aliases in parameter_names(skeleton).items():
+        if is_under(name, architecture.left_out):
+            continue
         copies = [pieces[alias] for alias in aliases if alias in pieces]
         if not copies:
             raise _missing(directory, name, "every parameter of the model")
         _require_equal_ties(copies, name)
         _require_one_float(copies[0], name)
         parameters[name] = (first, *others) = copies[0]
-        names = {name, name.removeprefix(f"{prefix}."), f"{prefix}.{name}"}
-        if others or first != Piece.whole(first.entry) or first.entry.name not in names:
+        if others or first != Piece.whole(first.entry) or first.entry.name != name:
             parts[name] = tuple(piece.saved_part for piece in copies[0])
-    constants = _load_buffers(directory, pieces, skeleton, state)
+    present = [name for name in state if not is_under(name, architecture.left_out)]
+    buffers = {name: state[name] for name in present}
+    constants = _load_buffers(directory, pieces, skeleton, buffers)
     copied = {entry.name: _copied(entry, encoded.get(entry.name)) for entry in ignored}
     return parameters, SavedForm(parts, constants, copied)
 
@@ -269,7 +271,7 @@ def _pieces_of(
 
     Returns:
         The pieces of the model's tensors, and the tensors that transformers ignores: those of
-        layers that predict several tokens, for example.
+        layers that predict several tokens, for example; those that are left out are among them.
     """
     rules = _Rules.of(model)
     state = model.state_dict()
@@ -279,10 +281,13 @@ def _pieces_of(
     for name in sorted(entries, key=dot_natural_key):
         entry = entries[name]
         target, pattern = rules.target(name, state)
-        names = (name, target)
-        if target not in state and any(_is_ignored(alias, model, architecture) for alias in names):
+        is_known = target in state
+        is_obsolete = not is_known and any(
+            _is_ignored(alias, model, architecture) for alias in (name, target)
+        )
+        if is_obsolete or is_under(target, architecture.left_out):
             ignored.append(entry)
-        elif pattern is not None and target in state:
+        elif pattern is not None and is_known:
             joined.setdefault(target, []).append((pattern, entry))
         else:
             _require_shape(entry, target, state)
