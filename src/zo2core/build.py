@@ -89,7 +89,7 @@ from zo2core.sweep.perturbers import (
 )
 from zo2core.sweep.trained_weights import AdapterWeights, StoredWeights, TrainedWeights
 from zo2core.sweep.visitor import HostReplay, UpdateLoss, Visits, sole_use
-from zo2core.workers.agreement import require_agreement, sync_journals
+from zo2core.workers.agreement import common_step, require_agreement, sync_journals
 from zo2core.workers.workers import Workers
 
 Method: TypeAlias = ZerothOrder | FirstOrder | AtSnapshot
@@ -462,7 +462,14 @@ def _open_generations(parts: _RunParts, spec: RunSpec, *, spare: int) -> Generat
     """Open the generations of segments on disk, in the directory of the run."""
     journal, directory = parts.journal, parts.inputs.directory
     assert directory is not None, "it is required for commits"
-    return Generations(directory, spec.layouts, journal.chain, journal.require_version, spare=spare)
+    return Generations(
+        directory,
+        spec.layouts,
+        journal.chain,
+        journal.require_version,
+        spare=spare,
+        choose=partial(common_step, workers=parts.workers),
+    )
 
 
 def _open_scheduler(parts: _RunParts, spec: RunSpec, source: BlockSource) -> Scheduler:
@@ -615,7 +622,7 @@ def request_of(inputs: RunInputs, *, workers: int = 1) -> RunRequest:
     if update is None:
         copies_of_workers = 0 if workers == 1 else 1 + workers
         return replace(request, trained_copies=TRAINED_COPIES + copies_of_workers)
-    gradients, optimizer = trained_bytes(update, layouts)
+    gradients, optimizer = trained_bytes(update, layouts, workers=workers)
     request = replace(request, gradient_bytes=gradients, optimizer_bytes=optimizer)
     if inputs.options.commit_every is None:
         return replace(request, stays_in_memory=True)
@@ -796,9 +803,5 @@ def _require_effect(inputs: RunInputs, *, trains_all: bool) -> None:
         if value is not None and is_refused:
             raise without_effect(option, value, expected)
     workers = 1 if options.workers is None else options.workers.size
-    for is_refused, expected in (
-        (inputs.shared is not None, "one process for a shared base"),
-        (trains_all, "one process, where all parameters are trained"),
-    ):
-        if workers > 1 and is_refused:
-            raise without_effect("workers", f"{workers} workers", expected)
+    if workers > 1 and inputs.shared is not None:
+        raise without_effect("workers", f"{workers} workers", "one process for a shared base")

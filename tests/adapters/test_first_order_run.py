@@ -722,21 +722,6 @@ def test_plan_counts_gradients_states_and_snapshots(here: Path, method: Optimize
     assert "snapshot   " in done(*common).out
 
 
-def test_several_workers_are_refused(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-
-    class Pair:
-        size = 2
-
-    def engine(self: Any, *arguments: Any, real: Any = GradientRun.engine) -> Any:
-        self.workers = Pair()
-        return real(self, *arguments)
-
-    monkeypatch.setattr(GradientRun, "engine", engine)
-    told = refusal(*train_all("run"))
-    assert "--method: found adamw of all parameters, and 2 workers; expected one process" in told
-    assert "FSDP and DeepSpeed" in told
-
-
 STREAMED = ("--stream-blocks",)
 
 

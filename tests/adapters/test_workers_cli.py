@@ -5,6 +5,7 @@ each worker.
 import contextlib
 import json
 import os
+import random
 import re
 import shutil
 import signal
@@ -33,7 +34,7 @@ from command_lines import (
 from crews import Crew, attempted, worked
 from runs import small_run
 from safetensors.torch import load_file, save_file
-from strikes import JOURNAL, strike
+from strikes import JOURNAL, arrange, beforehand, die_at_write, strike
 
 from zo2adapters.commands.options import parse_command
 from zo2adapters.commands.train import Train
@@ -651,3 +652,60 @@ def test_torchrun_starts_killed_workers_again_and_they_end_with_the_same_bits(
     assert kills == 1
     assert_same_run(output, alone(place, tmp_path / "whole", "--snapshot-every", 7, steps=steps))
     assert_not_torn(output, steps)
+
+
+def train_all(place: Path, output: Path, *more: object) -> list[object]:
+    """The command of a run of all parameters; each of two workers has two rows of a batch."""
+    named = ["train", "--model", place / "deep" / "base", "--data", place / "deep" / "rows.jsonl"]
+    named += ["--output", output, "--steps", TAKEN, "--lr", 1e-2, "--batch-size", 4]
+    return [*named, *more]
+
+
+@pytest.fixture(scope="module")
+def deep(place: Path) -> Path:
+    """A base of more blocks than a process has in memory."""
+    (place / "deep").mkdir()
+    make_place(place / "deep", layers=4)
+    return place
+
+
+# method, options, and the most calls that change files before the last step
+ALL: dict[str, tuple[tuple[object, ...], int]] = {
+    "adamw, streamed": (("--method", "adamw", "--stream-blocks"), 100),
+    "badam, streamed": (
+        ("--method", "badam", "--stream-blocks", "--switch-every", 2),
+        50,
+    ),
+    "lomo": (("--method", "lomo", "--snapshot-every", 2), 20),
+}
+FEW_BLOCKS = beforehand(arrange, buckets=2)
+
+
+@pytest.mark.few(2)
+@pytest.mark.parametrize("kind", ALL)
+@pytest.mark.parametrize("seed", range(10))
+def test_all_parameters_go_on_after_a_worker_was_killed_at_any_write(
+    seed: int, kind: str, deep: Path, crew: Crew, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In the middle of a write, or after a call that has no middle."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "calls").write_bytes(bytes(8))
+    options, writes = ALL[kind]
+    rng = random.Random(f"{kind} {seed}")
+    rank = rng.randrange(SIZE)
+    command = train_all(deep, tmp_path / "run", *options)
+    strikes = FEW_BLOCKS + beforehand(die_at_write, rng.randrange(1, writes))
+    ended = crew.killed(rank, strikes, *command)
+    assert ended[rank].status == -signal.SIGKILL, ended
+    for directory in directories(tmp_path / "run"):
+        if directory.exists() and not (directory / "options.json").exists():
+            shutil.rmtree(directory)  # as the refusal says of one in which no run has begun
+    told_by(crew, *command)
+    whole = train_all(deep, tmp_path / "whole", "--micro-batch-size", 2, *options)
+    ended_whole = run_here(*whole)
+    assert ended_whole.status == 0, ended_whole.err
+    runs = [tmp_path / "whole", *directories(tmp_path / "run")]
+    journals = [Journal(run / "journal.jsonl") for run in runs]
+    assert list(journals[0].commits) == list(journals[1].commits) == list(journals[2].commits)
+    exported, expected = [load_file(run / "model" / "model.safetensors") for run in runs[1::-1]]
+    assert all(exported[name].equal(value) for name, value in expected.items())

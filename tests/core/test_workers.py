@@ -15,7 +15,7 @@ from typing import Any, NamedTuple, cast
 import pytest
 import torch
 from crews import all_equal, attempted, worked
-from engines import assert_equal, first_order, memory, weights, zeroth_order
+from engines import assert_equal, first_order, inner, memory, weights, zeroth_order
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from models import make_batch, save_model, small_config
@@ -27,17 +27,23 @@ from zo2adapters.tasks.objectives import PreferenceLoss
 from zo2adapters.tasks.rows import preference_batch
 from zo2core import (
     FZOO,
+    LOMO,
+    AdaLOMO,
+    BAdam,
+    Delayed,
     Distribution,
     Engine,
     EngineOptions,
     FirstOrder,
     Guarded,
     Journal,
+    LossScaling,
     LowRankPerturbation,
     MeZOSGD,
     MultiQueryRGE,
     PerRowRGE,
     PhiloxNoise,
+    TorchOptimizer,
     Update,
     Workers,
     WriteBackPolicy,
@@ -53,8 +59,8 @@ from zo2core.errors import (
     WorkerError,
 )
 from zo2core.journal.records import ImpossibleRecordError, decode, encode
-from zo2core.methods.gradient_steps import add_up
 from zo2core.planning.memory import free_memory, resident_memory
+from zo2core.workers.gradients import summed
 from zo2core.workers.workers import Report, Split, choose_split, combined
 
 STEPS = 4
@@ -595,6 +601,7 @@ peft: Any = pytest.importorskip("peft")
 
 GRADIENT_STEPS = 3
 ADAMW = partial(torch.optim.AdamW, lr=1e-2, weight_decay=0.1)
+ALL_ADAMW = partial(torch.optim.AdamW, lr=1.0, weight_decay=0.1)
 LORA = peft.LoraConfig(r=3, lora_alpha=16, target_modules=["q_proj", "up_proj"])
 
 
@@ -997,16 +1004,158 @@ def test_a_missing_gradient_changes_no_bit_of_the_others() -> None:
     ]
     dtypes = (torch.bfloat16, torch.float32, torch.float32)
 
-    def work(workers: Workers) -> list[torch.Tensor | None]:
-        parameters = [torch.nn.Parameter(torch.zeros(3, dtype=dtype)) for dtype in dtypes]
-        for parameter, value in zip(parameters, gradients[workers.rank], strict=True):
-            parameter.grad = None if value is None else torch.full_like(parameter, value)
-        add_up(parameters, workers)
-        return [parameter.grad for parameter in parameters]
+    forms = {str(number): (torch.Size([3]), dtype) for number, dtype in enumerate(dtypes)}
 
-    for first, second, third in worked(3, work):
-        assert first is not None
-        assert first.signbit().all()
-        assert second is None
-        assert third is not None
-        assert third.tolist() == [0.75] * 3
+    def work(workers: Workers) -> dict[str, torch.Tensor]:
+        own = {
+            name: torch.full(shape, value, dtype=dtype)
+            for (name, (shape, dtype)), value in zip(
+                forms.items(), gradients[workers.rank], strict=True
+            )
+            if value is not None
+        }
+        return summed(own, forms, workers, torch.device("cpu"))
+
+    for sums in worked(3, work):
+        assert list(sums) == ["0", "2"]
+        assert sums["0"].signbit().all()
+        assert sums["2"].tolist() == [0.75] * 3
+
+
+UPDATES: dict[str, Callable[[], Any]] = {
+    "lomo": lambda: LOMO(weight_decay=0.1),
+    "adalomo": lambda: AdaLOMO(weight_decay=0.1),
+    "adamw": lambda: TorchOptimizer(ALL_ADAMW),
+    "sgd": lambda: TorchOptimizer(partial(torch.optim.SGD, lr=1.0, momentum=0.9)),
+    "badam": lambda: BAdam(ALL_ADAMW, every=2, seed=3),
+    "delayed": lambda: Delayed(TorchOptimizer(ALL_ADAMW)),
+}
+# what a step does with gradients beside the update
+LIMITS: dict[str, dict[str, Any]] = {
+    "as they are": {},
+    "clipped by norm": {"clip": 0.05},
+    "scaled, and in bfloat16": {"scaling": LossScaling(), "dtype": torch.bfloat16},
+}
+ALL_STEPS = 5
+
+
+def all_parameters(
+    base: Path, update: str, workers: Workers | None = None, **options: Any
+) -> Engine:
+    model = open_checkpoint(
+        base, **({"dtype": dtype} if (dtype := options.pop("dtype", None)) else {})
+    )
+    return first_order(
+        model, UPDATES[update](), lr=lambda step: 1e-2 / (step + 1), workers=workers, **options
+    )
+
+
+def all_outcome(engine: Engine, batches: Callable[[int], Any], until: int = ALL_STEPS) -> Any:
+    """Losses and norms of the remaining steps, and the weights after them."""
+    with engine:
+        results = [engine.step(batches(step)) for step in range(engine.version, until)]
+        return [(result.loss, result.grad_norm) for result in results], weights(engine)
+
+
+@pytest.mark.few(4)
+@pytest.mark.parametrize("limits", LIMITS)
+@pytest.mark.parametrize("update", UPDATES)
+def test_all_parameters_are_trained_as_by_one_process_that_accumulates_the_shards(
+    base: Path, update: str, limits: str
+) -> None:
+    def batch(step: int) -> dict[str, torch.Tensor]:
+        made = rows_for(step, 4)
+        if step == 3:
+            made["labels"][2:] = -100  # the second worker has nothing to add
+        return made
+
+    def shards(step: int) -> Any:
+        return [shard for shard in shards_of(batch(step), 2) if (shard["labels"] >= 0).any()]
+
+    expected = all_outcome(all_parameters(base, update, **LIMITS[limits]), shards)
+    for found in worked(
+        2,
+        lambda workers: all_outcome(all_parameters(base, update, workers, **LIMITS[limits]), batch),
+    ):
+        assert found[0] == expected[0]
+        assert_equal(found[1], expected[1])
+
+
+@pytest.fixture(scope="module")
+def deep_base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    config = small_config("llama", num_hidden_layers=5, tie_word_embeddings=True)
+    return save_model(tmp_path_factory.mktemp("deep") / "base", config, torch.float32)
+
+
+# worker, function, which call of it, and whether it is made before the worker ends
+STOPS = {
+    "before any commit": (1, "write", 3, True),
+    "before the first commit, which the other has made": (1, "commit", 1, False),
+    "before a commit, which the other has made": (0, "commit", 3, False),
+    "after a commit, which the other has not made": (1, "commit", 3, True),
+    "while blocks of a step are written": (0, "write", 25, True),
+}
+
+
+@pytest.mark.few(3)
+@pytest.mark.parametrize("update", ["adamw", "badam"])
+@pytest.mark.parametrize("stop", STOPS)
+def test_weights_on_disk_go_on_from_a_step_that_all_workers_have(
+    deep_base: Path, update: str, stop: str, tmp_path: Path
+) -> None:
+    rank, name, call, is_made = STOPS[stop]
+    steps = 9 if update == "badam" else ALL_STEPS
+    call = min(call, 4) if (name, update) == ("write", "badam") else call
+
+    def streamed(workers: Workers | None) -> Engine:
+        folder = tmp_path / ("alone" if workers is None else str(workers.rank))
+        return all_parameters(
+            deep_base, update, workers, run=folder, commit_every=1, memory=memory(2)
+        )
+
+    def struck(workers: Workers) -> Any:
+        engine = streamed(workers)
+        slots = inner(engine)._run.segments.committed.generations
+        real, calls = getattr(slots, name), itertools.count(1)
+
+        def strike(*arguments: Any) -> None:
+            is_last = next(calls) == call
+            if not is_last or is_made:
+                real(*arguments)
+            if is_last:
+                raise KeyboardInterrupt
+
+        if workers.rank == rank:
+            setattr(slots, name, strike)
+        return all_outcome(engine, lambda step: rows_for(step, 4), steps)
+
+    ended = attempted(2, struck)
+    assert isinstance(ended[rank], KeyboardInterrupt), ended
+    assert isinstance(ended[1 - rank], WorkerError), ended
+    expected = all_outcome(streamed(None), lambda step: shards_of(rows_for(step, 4), 2), steps)
+    for losses, found in worked(
+        2, lambda workers: all_outcome(streamed(workers), lambda step: rows_for(step, 4), steps)
+    ):
+        assert losses == expected[0][steps - len(losses) :]
+        assert_equal(found, expected[1])
+
+
+def test_a_worker_without_the_weights_of_a_run_on_disk_is_refused(
+    deep_base: Path, tmp_path: Path
+) -> None:
+    def work(workers: Workers, until: int) -> Any:
+        folder = tmp_path / str(workers.rank)
+        engine = all_parameters(
+            deep_base, "lomo", workers, run=folder, commit_every=1, memory=memory(2)
+        )
+        return all_outcome(engine, lambda step: rows_for(step, 4), until)
+
+    worked(2, lambda workers: work(workers, 3))
+    shutil.rmtree(tmp_path / "1")
+    kept = files(tmp_path / "0")
+    for error in attempted(2, lambda workers: work(workers, 4)):
+        assert isinstance(error, WorkerError)
+        assert "worker 1: found weights of step 0; expected those of step 3" in str(error)
+    assert files(tmp_path / "0").keys() == kept.keys()
+    shutil.copytree(tmp_path / "0", tmp_path / "1", dirs_exist_ok=True)
+    assert [len(losses) for losses, _ in worked(2, lambda workers: work(workers, 4))] == [1, 1]

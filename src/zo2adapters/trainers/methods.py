@@ -743,16 +743,6 @@ class GradientRun(RunMethod):
         snapshot.
         """
         if self.update is not None:
-            if self.workers is not None:
-                found = (
-                    f"{self.options.optimization.method} of all parameters, and "
-                    f"{self.workers.size} workers"
-                )
-                expected = (
-                    "one process: several with all parameters are what FSDP and DeepSpeed are for"
-                )
-                remedy = "start it without torchrun, or train an adapter with --lora-rank 8"
-                raise OptionError("method", found, expected, remedy)
             if self.streams:
                 self._require_few_writes(model, memory)
             else:

@@ -105,10 +105,10 @@ class Snapshots:
         """The bytes of a step's file, for another worker."""
         return read_regular(self.path(step))
 
-    @staticmethod
-    def digest(content: bytes) -> str:
-        """The checksum that the bytes of a snapshot contain."""
-        return content[_DIGITS].decode(errors="replace")
+    def digest(self, step: int) -> str:
+        """The checksum that a step's file contains."""
+        with open_regular(self.path(step)) as file:
+            return file.read(_DIGITS.stop)[_DIGITS].decode(errors="replace")
 
     def receive(self, step: int, content: bytes) -> Snapshot:
         """Write another worker's file of a step durably, and read it."""

@@ -174,25 +174,33 @@ def require_committable(model: BlockModel, update: BlockUpdate, commit_every: in
         )
 
 
-def trained_bytes(update: BlockUpdate, layouts: Sequence[BlockLayout]) -> tuple[int, int]:
+def trained_bytes(
+    update: BlockUpdate, layouts: Sequence[BlockLayout], *, workers: int = 1
+) -> tuple[int, int]:
     """Memory for gradients and for the optimizer's states: of the segment that takes most, if
     states last for a turn.
     """
     if update.turn is None:
-        return segment_gradient_bytes(update, layouts), state_bytes(update, layouts)
+        gradients = segment_gradient_bytes(update, layouts, workers=workers)
+        return gradients, state_bytes(update, layouts)
     of_segments = [
-        (segment_gradient_bytes(update, [layout]), state_bytes(update, [layout]))
+        (
+            segment_gradient_bytes(update, [layout], workers=workers),
+            state_bytes(update, [layout]),
+        )
         for layout in layouts
     ]
     return max(of_segments, key=sum)
 
 
-def segment_gradient_bytes(update: BlockUpdate, layouts: Sequence[BlockLayout]) -> int:
+def segment_gradient_bytes(
+    update: BlockUpdate, layouts: Sequence[BlockLayout], *, workers: int = 1
+) -> int:
     """Memory for the gradients of the largest segment, and for what the optimizer makes of them.
 
-    While gradients are summed, there are two of each. While they are converted and clipped, there
-    are two of one parameter at a time. Then the optimizer has its copies of one parameter beside
-    the gradients of the whole segment.
+    While gradients are summed, there are two of each, and of several workers' three. While they are
+    converted and clipped, there are two of one parameter at a time. Then the optimizer has its
+    copies of one parameter beside the gradients of the whole segment.
     """
     most = 0
     for layout in layouts:
@@ -204,5 +212,6 @@ def segment_gradient_bytes(update: BlockUpdate, layouts: Sequence[BlockLayout]) 
             converted = max(computed, sum(in_float32))
         largest = max((spec.nbytes for spec in trained), default=0)
         copies = update.copies * max(in_float32, default=0)
-        most = max(most, 2 * computed, converted + max(largest, copies))
+        summing = 2 * computed if workers == 1 else 3 * computed
+        most = max(most, summing, converted + max(largest, copies))
     return most

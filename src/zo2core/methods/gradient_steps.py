@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
 from dataclasses import replace
 from functools import partial
 
@@ -38,7 +38,6 @@ from zo2core.sweep.gradient_visitor import (
 )
 from zo2core.sweep.trained_weights import TrainedWeights
 from zo2core.types import Commit, StepResult
-from zo2core.workers.workers import Workers
 
 
 class GradientSweeps:
@@ -178,7 +177,7 @@ class AdapterSteps:
                 weights.clear_gradients()
             loss = self._sweeps.sweep(rows, together=rows.weights is None)
             if workers.size > 1:
-                add_up(list(weights.parameters.values()), workers)
+                weights.set_gradients(rows.summed(weights.take_gradients(), weights.forms))
         except BaseException:
             weights.clear_gradients()
             raise
@@ -203,34 +202,6 @@ class AdapterSteps:
         if self._method.clip is not None:
             nn.utils.clip_grads_with_norm_(parameters, self._method.clip, norm)
         return norm.item()
-
-
-def add_up(parameters: Sequence[nn.Parameter], workers: Workers) -> None:
-    """Set each parameter's gradient to the sum of all workers', in the order of ranks; one that no
-    worker has stays None.
-
-    Gradients of one dtype are exchanged as one tensor.
-    """
-    flags = torch.tensor(
-        [parameter.grad is not None for parameter in parameters],
-        dtype=torch.uint8,
-        device=parameters[0].device,
-    )
-    any_present = torch.stack(workers.all_gather_tensors(flags)).any(dim=0).tolist()
-    summed = [
-        parameter for parameter, is_there in zip(parameters, any_present, strict=True) if is_there
-    ]
-    for dtype in dict.fromkeys(parameter.dtype for parameter in summed):
-        alike = [parameter for parameter in summed if parameter.dtype is dtype]
-        # A gradient that is missing is -0.0, which changes no bit of a sum.
-        own = [
-            torch.full_like(parameter, -0.0) if parameter.grad is None else parameter.grad
-            for parameter in alike
-        ]
-        total = workers.sum_tensors(torch.cat([gradient.reshape(-1) for gradient in own]))
-        parts = torch.split(total, [parameter.numel() for parameter in alike])
-        for parameter, part in zip(alike, parts, strict=True):
-            parameter.grad = part.view(parameter.shape).clone()
 
 
 class FusedSteps:

@@ -139,9 +139,9 @@ class SlotFile(ABC):
         """The manifest's first record."""
 
     @abstractmethod
-    def _load(self, records: Sequence[Record], where: str) -> None:
+    def _load(self, records: Sequence[Record], where: str) -> bool:
         """Take the records of an earlier process where they are plausible; bytes are checked when
-        they are first read.
+        they are first read. Returns whether there are such records.
         """
 
     @abstractmethod
@@ -210,10 +210,10 @@ class SlotFile(ABC):
             loaded = RecordFile(path).loaded
         except DamagedRecordError:
             loaded = []
-        self._load(loaded[1:] if loaded[:1] == [header] else (), str(path))
+        is_of_run = self._load(loaded[1:] if loaded[:1] == [header] else (), str(path))
         if (
             loaded != [header]
-            and not self._valid_records()
+            and not is_of_run
             and path.exists()
             and read_regular(path).startswith(ONLY_COPY)
         ):
@@ -353,7 +353,7 @@ class Scratch(SlotFile):
             "chain": self._chain(0),
         }
 
-    def _load(self, records: Sequence[Record], where: str) -> None:
+    def _load(self, records: Sequence[Record], where: str) -> bool:
         """Load the last record of each segment where it is plausible."""
         last = {
             segment: written
@@ -366,6 +366,7 @@ class Scratch(SlotFile):
                 continue
             if users[written.slot] == 1 and self._are_in_file({segment: written}):
                 self._written[segment] = written
+        return bool(self._written)
 
     def _valid_records(self) -> Sequence[Record]:
         return [self._written[segment].record(segment) for segment in sorted(self._written)]
@@ -373,10 +374,22 @@ class Scratch(SlotFile):
 
 # of a manifest of generations, as in ``ONLY_COPY``
 GENERATIONS_FORMAT = 3
+# Records of a manifest that is opened again, beside the last one. Of the last two, one is opened;
+# the one before it says that the earlier of them is not the first.
+_GENERATIONS_KEPT = 2
 
 
 class Generations(SlotFile):
     """Segments on disk, of which those of one step are committed together. See ``SlotFile``.
+
+    Args:
+        directory: Directory of the files.
+        layouts: The segments.
+        chain: The journal's checksum at a version.
+        require_version: Refuses a version that the journal has lost.
+        spare: Slots of blocks beside one for each.
+        choose: Chooses the generation to open, given the steps of the last two: all of the earlier
+            one is still there until the next generation is written.
 
     Attributes:
         step: The number of steps taken in the present generation; 0 is the base.
@@ -387,6 +400,19 @@ class Generations(SlotFile):
     values: Mapping[str, Any]
     _committed: dict[int, SlotContent]  # by segment
     _pending: dict[int, int]  # segment to the slot that holds its next bytes
+
+    def __init__(
+        self,
+        directory: Path,
+        layouts: Sequence[BlockLayout],
+        chain: Callable[[int], int | None],
+        require_version: Callable[[int, str], object] = lambda version, where: None,
+        *,
+        spare: int = 1,
+        choose: Callable[[Sequence[int]], int] = max,
+    ) -> None:
+        self._choose = choose
+        super().__init__(directory, layouts, chain, require_version, spare=spare)
 
     def write(self, segment: int, data: torch.Tensor, version: int) -> None:
         """Write a segment of the next generation. Its bytes are durable once that is committed."""
@@ -446,24 +472,39 @@ class Generations(SlotFile):
             **slots,
         }
 
-    def _load(self, records: Sequence[Record], where: str) -> None:
-        """Load the last record that is plausible."""
+    def _load(self, records: Sequence[Record], where: str) -> bool:
+        """Load the chosen one of the last two records that are plausible."""
         self.step = 0
         self.values = {}
         self._committed = {}
         self._pending = {}
+        self._loaded: list[Record] = []
+        plausible: dict[int, tuple[Record, dict[int, SlotContent]]] = {}
         for record in reversed(records):
-            step = record.get("step")
-            values = record.get("values")
-            if type(step) is not int or step < 1 or not isinstance(values, dict):
-                continue
-            is_of_run = self._is_of_run(step, record.get("chain"), where)
-            written = self._parse_segments(step, record.get("segments"))
-            if is_of_run and written is not None and self._are_in_file(written):
-                self._written = written
-                self._committed = dict(written)
-                self.step, self.values = step, values
-                return
+            written = self._parse_generation(record, where)
+            if written is not None:
+                plausible.setdefault(record["step"], (record, written))
+            if len(plausible) > _GENERATIONS_KEPT:
+                break
+        steps = sorted({0, *plausible})
+        self.step = self._choose(steps[-2:])
+        if self.step:
+            record, self._written = plausible[self.step]
+            self._committed = dict(self._written)
+            self.values = record["values"]
+            self._loaded = [plausible[step][0] for step in steps if 0 < step <= self.step]
+        return bool(plausible)
+
+    def _parse_generation(self, record: Record, where: str) -> dict[int, SlotContent] | None:
+        """The segments of a record; None if it is not plausible."""
+        step = record.get("step")
+        if type(step) is not int or step < 1 or not isinstance(record.get("values"), dict):
+            return None
+        is_of_run = self._is_of_run(step, record.get("chain"), where)
+        written = self._parse_segments(step, record.get("segments"))
+        if is_of_run and written is not None and self._are_in_file(written):
+            return written
+        return None
 
     def _parse_segments(self, step: int, segments: object) -> dict[int, SlotContent] | None:
         """The segments of a record; None if they are not plausible at this step."""
@@ -477,4 +518,4 @@ class Generations(SlotFile):
         return written if len(parsed) == len(written) == len(slots) else None
 
     def _valid_records(self) -> Sequence[Record]:
-        return [self._record(self.step, self.values, self._committed)] if self.step else []
+        return self._loaded

@@ -56,7 +56,7 @@ class FusedStep:
         self._states = states
         self._scale = scale
         self._limits = limits
-        self._rows = rows
+        self.rows = rows
         self._names = names
         self._step = step
         self._norms: dict[str, torch.Tensor] = {}  # by name, 0-d
@@ -134,7 +134,7 @@ class FusedStep:
     def _add_norms(self, gradients: Mapping[str, torch.Tensor]) -> None:
         norms = {name: torch.linalg.vector_norm(gradient) for name, gradient in gradients.items()}
         if self._loss is None:
-            self._loss = float(self._rows.loss(self._rows.outputs))
+            self._loss = float(self.rows.loss(self.rows.outputs))
         is_finite = math.isfinite(self._loss)
         overflowed = [name for name, norm in norms.items() if not math.isfinite(norm.item())]
         if overflowed and is_finite and self._scale.may_skip:

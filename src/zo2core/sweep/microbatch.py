@@ -27,6 +27,7 @@ from zo2core.errors import BatchError, OptionError
 from zo2core.protocols import Forward, Objective
 from zo2core.ranges import counted
 from zo2core.types import Batch, EvaluationResult, RowGroup, require_tensors
+from zo2core.workers.gradients import summed
 from zo2core.workers.workers import Split, Workers, require_equal
 
 IGNORE_INDEX = -100  # label of a token without loss, as in torch and Hugging Face
@@ -451,6 +452,7 @@ class StepRows:
     ) -> None:
         self.forward, objective = with_objective(forward, model)
         self._workers = workers
+        self._device = device
         self._digest = workers.digest(batches)
         self._of_all_workers, local = _divided(batches, micro_batch_size, objective, workers)
         weights = self._of_all_workers.weights
@@ -471,6 +473,16 @@ class StepRows:
         ]
         of_workers[self._workers.rank] = [output.cpu() for output in outputs]
         return self._of_all_workers.loss(list(chain.from_iterable(of_workers)))
+
+    def summed(
+        self,
+        gradients: dict[str, torch.Tensor],
+        forms: Mapping[str, tuple[torch.Size, torch.dtype]],
+    ) -> dict[str, torch.Tensor]:
+        """The gradients of all workers' rows: see ``workers.gradients.summed``."""
+        if self._workers.size == 1:
+            return gradients
+        return summed(gradients, forms, self._workers, self._device)
 
 
 def _divided(

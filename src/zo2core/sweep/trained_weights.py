@@ -168,6 +168,21 @@ class AdapterWeights(TrainedWeights):
         else:
             parameter.grad += gradient.to(parameter.dtype)
 
+    def take_gradients(self) -> dict[str, torch.Tensor]:
+        """Return the gradients of all parameters that have one, which then have none."""
+        gradients = {
+            name: parameter.grad
+            for name, parameter in self.parameters.items()
+            if parameter.grad is not None
+        }
+        self.clear_gradients()
+        return gradients
+
+    def set_gradients(self, gradients: Mapping[str, torch.Tensor]) -> None:
+        """Set the gradients of parameters that have none."""
+        for name, gradient in gradients.items():
+            self.parameters[name].grad = gradient
+
     def clear_gradients(self) -> None:
         """Free all gradients."""
         for parameter in self.parameters.values():
@@ -196,10 +211,7 @@ class StoredWeights(TrainedWeights):
     @property
     def forms(self) -> Mapping[str, tuple[torch.Size, torch.dtype]]:
         """Shape and dtype of each trained parameter, by name, in registration order."""
-        return {
-            name: (torch.Size(parameter.spec.shape), parameter.spec.dtype)
-            for name, parameter in self._owned.items()
-        }
+        return {name: self._form(name) for name in self._owned}
 
     @property
     def segments(self) -> Sequence[int]:
@@ -268,19 +280,18 @@ class StoredWeights(TrainedWeights):
 
     @torch.no_grad()
     def complete(self, index: int) -> dict[str, torch.Tensor]:
-        """Check, clip and convert the gradients of a segment's own parameters.
+        """Add up the workers' gradients of a segment's own parameters, and check, clip and convert
+        the sums.
 
         A parameter that several segments use belongs to the first of them, whose backward pass is
         the last.
         """
         if index not in self.updated or self._step is None:
             return {}
-        gradients = {
-            name: self._gradients.pop(name)
-            for name in self.names_of(index)
-            if name in self._gradients
-        }
+        names = self.names_of(index)
+        gradients = {name: self._gradients.pop(name) for name in names if name in self._gradients}
         self._summed.difference_update(gradients)
+        gradients = self._step.rows.summed(gradients, {name: self._form(name) for name in names})
         self._step.prepare(gradients)
         return gradients
 
@@ -301,6 +312,10 @@ class StoredWeights(TrainedWeights):
         """Free all gradients."""
         self._gradients.clear()
         self._summed.clear()
+
+    def _form(self, name: str) -> tuple[torch.Size, torch.dtype]:
+        spec = self._owned[name].spec
+        return torch.Size(spec.shape), spec.dtype
 
     def _shaped(self, name: str, store: Store) -> torch.Tensor:
         _, position, spec = self._owned[name]

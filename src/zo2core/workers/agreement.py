@@ -65,13 +65,38 @@ def sync_snapshots(snapshots: Snapshots, workers: Workers) -> Snapshot | None:
     newest = snapshots.newest()
     if workers.size == 1:
         return newest
-    content = b"" if newest is None else snapshots.content(newest.step)
-    held = workers.all_gather([-1 if newest is None else newest.step, snapshots.digest(content)])
+    own = [-1, ""] if newest is None else [newest.step, snapshots.digest(newest.step)]
+    held = workers.all_gather(own)
     owner = max(range(workers.size), key=lambda rank: (held[rank][0], -rank))
     if all(other == held[owner] for other in held):
         return newest
-    content = workers.broadcast(content, owner)
-    return newest if owner == workers.rank else snapshots.receive(held[owner][0], content)
+    step = held[owner][0]
+    content = workers.broadcast(snapshots.content(step) if owner == workers.rank else b"", owner)
+    return newest if owner == workers.rank else snapshots.receive(step, content)
+
+
+def common_step(steps: Sequence[int], workers: Workers) -> int:
+    """The newest step of which all workers have the weights, given those of which this one has
+    them.
+
+    A worker overwrites the weights of the step before only once all have committed: a segment is
+    written after its gradients were added up, to which each comes after its commit. So workers that
+    were killed while they committed have a step in common.
+    """
+    if workers.size == 1:
+        return max(steps)
+    of_workers = workers.all_gather(list(steps), "committed steps")
+    common = set(steps).intersection(*of_workers)
+    if common:
+        return max(common)
+    newest = [max(of_worker) for of_worker in of_workers]
+    rank = newest.index(min(newest))
+    raise WorkerError(
+        f"worker {rank}",
+        found=f"weights of step {newest[rank]}",
+        expected=f"those of step {max(newest)}, as worker {newest.index(max(newest))} has",
+        remedy="copy that worker's run directory to this one, or begin the run anew",
+    )
 
 
 def require_agreement(
