@@ -13,19 +13,18 @@ if TYPE_CHECKING:
     from zo2adapters.edge.program import ProgramStep as ProgramStep
     from zo2adapters.edge.program import TrainingProgram as TrainingProgram
     from zo2adapters.edge.program import write_program as write_program
-    from zo2adapters.frameworks.arguments import ZOArguments as ZOArguments
+    from zo2adapters.frameworks.arguments import LightningArguments as LightningArguments
+    from zo2adapters.frameworks.arguments import StreamedArguments as StreamedArguments
     from zo2adapters.frameworks.lightning_modules import (
-        BackpropLightningModule as BackpropLightningModule,
+        StreamedLightningModule as StreamedLightningModule,
     )
-    from zo2adapters.frameworks.lightning_modules import (
-        FullBackpropLightningModule as FullBackpropLightningModule,
-    )
-    from zo2adapters.frameworks.lightning_modules import ZOLightningModule as ZOLightningModule
     from zo2adapters.frameworks.trainer_mixins import BackpropGRPOMixin as BackpropGRPOMixin
     from zo2adapters.frameworks.trainer_mixins import BackpropTrainerMixin as BackpropTrainerMixin
     from zo2adapters.frameworks.trainer_mixins import (
         FullBackpropTrainerMixin as FullBackpropTrainerMixin,
     )
+    from zo2adapters.frameworks.trainer_mixins import StreamedGRPOMixin as StreamedGRPOMixin
+    from zo2adapters.frameworks.trainer_mixins import StreamedTrainerMixin as StreamedTrainerMixin
     from zo2adapters.frameworks.trainer_mixins import ZOTrainerMixin as ZOTrainerMixin
     from zo2adapters.models.architecture import Architecture as Architecture
     from zo2adapters.models.architecture import Precision as Precision

@@ -4,6 +4,7 @@ alone on peft's model.
 
 import re
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -20,9 +21,10 @@ from whole_loops import adalomo_loop, lomo_loop
 
 from zo2adapters import (
     Adapter,
-    BackpropGRPOMixin,
-    BackpropTrainerMixin,
     FullBackpropTrainerMixin,
+    StreamedArguments,
+    StreamedGRPOMixin,
+    StreamedTrainerMixin,
     open_checkpoint,
 )
 from zo2adapters.tasks.generation import Generation, Sampling
@@ -47,7 +49,17 @@ PREFERENCES = [
 ]
 
 
-def mixed_in(trainer: Any, mixin: type[Any] = BackpropTrainerMixin) -> Any:
+@dataclass(frozen=True, kw_only=True)
+class WithPolicy(StreamedArguments):
+    """Arguments with a plan in place of limits of memory."""
+
+    policy: MemoryPolicy
+
+    def memory_policy(self) -> MemoryPolicy:
+        return self.policy
+
+
+def mixed_in(trainer: Any, mixin: type[Any] = StreamedTrainerMixin) -> Any:
     return type(f"FirstOrder{trainer.__name__}", (mixin, trainer), {})
 
 
@@ -67,7 +79,9 @@ def whole(base: Path) -> Any:
 
 
 def made(kind: type[Any], model: Any, output: Path, **changes: Any) -> Any:
-    given = {"memory": ONE_BLOCK} if issubclass(kind, BackpropTrainerMixin) else {}
+    given = (
+        {"streamed": WithPolicy(policy=ONE_BLOCK)} if issubclass(kind, StreamedTrainerMixin) else {}
+    )
     return kind(
         model=model,
         args=TrainingArguments(**trainer_options(output, **changes)),
@@ -156,7 +170,7 @@ def test_a_run_from_one_seed_is_that_of_trls_trainer_as_it_is(
     changes |= {"peft_config": lora()}
     ours, stock = (
         of_trl(name, path, tmp_path / str(mixin), mixin=mixin, **changes)
-        for mixin in (BackpropTrainerMixin, None)
+        for mixin in (StreamedTrainerMixin, None)
     )
     ours.train()
     stock.train()
@@ -171,7 +185,7 @@ def test_a_path_is_opened_in_the_dtype_in_which_trl_opens_it(tmp_path: Path) -> 
         changes = dict[str, Any](model_init_kwargs=given, max_steps=2, peft_config=lora())
         ours, stock = (
             of_trl("sft", str(base), tmp_path / str(mixin), mixin=mixin, **changes)
-            for mixin in (BackpropTrainerMixin, None)
+            for mixin in (StreamedTrainerMixin, None)
         )
         ours.train()
         stock.train()
@@ -180,7 +194,7 @@ def test_a_path_is_opened_in_the_dtype_in_which_trl_opens_it(tmp_path: Path) -> 
 
 def test_dpo_is_evaluated_on_other_rows_after_training(base: Path, tmp_path: Path) -> None:
     rows, results = datasets.Dataset.from_list(PREFERENCES[:5]), []
-    for mixin in (BackpropTrainerMixin, None):
+    for mixin in (StreamedTrainerMixin, None):
         trainer = of_trl(
             "dpo", str(base), tmp_path / str(mixin), mixin=mixin, max_steps=2, peft_config=lora()
         )
@@ -236,7 +250,7 @@ def test_a_file_with_a_chat_template_is_taken_and_another_tokenizers_is_refused(
 ) -> None:
     template = tmp_path / "short.jinja"
     template.write_text("{% for message in messages %}{{ message['content'] }} {% endfor %}")
-    given: dict[str, Any] = {"mixin": BackpropTrainerMixin, "peft_config": lora()}
+    given: dict[str, Any] = {"mixin": StreamedTrainerMixin, "peft_config": lora()}
     made = of_trl("sft", str(base), tmp_path / "run", chat_template_path=str(template), **given)
     assert made.processing_class.chat_template == template.read_text()
     with pytest.raises(OptionError, match=r"chat_template_path: .* ends in \.jinja or \.j2"):
@@ -257,7 +271,7 @@ def test_other_options_of_loading_a_model_are_refused_by_name(
 ) -> None:
     asked: dict[str, Any] = {"model_init_kwargs": given, "bf16": bf16, "peft_config": lora()}
     with pytest.raises(OptionError, match=told):
-        of_trl("sft", str(base), tmp_path / "run", mixin=BackpropTrainerMixin, **asked)
+        of_trl("sft", str(base), tmp_path / "run", mixin=StreamedTrainerMixin, **asked)
 
 
 @pytest.fixture(scope="module")
@@ -284,7 +298,7 @@ def test_the_trainers_coefficient_decides_about_the_loss_of_routers(
     changes |= {"peft_config": peft.LoraConfig(r=2, target_modules=["o_proj"])}
     ours, stock = (
         of_trl(name, str(mixtures[asks]), tmp_path / str(mixin), mixin=mixin, **changes)
-        for mixin in (BackpropTrainerMixin, None)
+        for mixin in (StreamedTrainerMixin, None)
     )
     ours.train()
     stock.train()
@@ -303,14 +317,14 @@ def test_a_loss_of_routers_that_a_model_has_not_is_refused_when_the_trainer_is_m
     save_tokenizer(tmp_path / "base")
     told = r"router_aux_loss_coef: found 0\.5, .*deepseek_v3.* pass router_aux_loss_coef=0\.0"
     given: dict[str, Any] = {
-        "mixin": BackpropTrainerMixin,
+        "mixin": StreamedTrainerMixin,
         "peft_config": lora(target_modules=["o_proj"]),
     }
     with pytest.raises(UnsupportedModelError, match=told):
         of_trl("dpo", str(tmp_path / "base"), tmp_path / "run", **given)
 
 
-IN_MEMORY = memory()
+IN_MEMORY = WithPolicy(policy=memory(), method="adamw")
 
 
 FullTrainer = mixed_in(Trainer, FullBackpropTrainerMixin)
@@ -333,7 +347,7 @@ def options(output: Path, **changes: Any) -> TrainingArguments:
 def full(of_family: Path, output: Path, **changes: Any) -> Any:
     args = options(output, **changes)
     return FullTrainer(
-        model=of_family, args=args, train_dataset=ROWS, eval_dataset=ROWS[:5], memory=IN_MEMORY
+        model=of_family, args=args, train_dataset=ROWS, eval_dataset=ROWS[:5], streamed=IN_MEMORY
     )
 
 
@@ -496,7 +510,7 @@ def test_models_of_the_precision_that_is_asked_for_are_taken(base: Path, tmp_pat
         trainer.train()
 
 
-OF_ZEROTH_ORDER = re.compile(r"ZOArguments|estimator|MeZO|projected|all parameters")
+OF_ZEROTH_ORDER = re.compile(r"estimator|MeZO|projected|all parameters")
 REFUSED: list[tuple[type[Any], Any, dict[str, Any], str]] = [
     (
         FirstOrderTrainer,
@@ -531,7 +545,12 @@ REFUSED: list[tuple[type[Any], Any, dict[str, Any], str]] = [
     (FirstOrderTrainer, str, {}, "peft_config: found none"),
     (FullTrainer, str, {"neftune_noise_alpha": 5.0}, "neftune_noise_alpha"),
     (FullTrainer, str, {"torch_compile": True}, "torch_compile"),
-    (FullTrainer, str, {"peft_config": object()}, "BackpropTrainerMixin trains an adapter"),
+    (
+        FullTrainer,
+        str,
+        {"peft_config": lora(), "streamed": StreamedArguments(method="lomo")},
+        "method: found lomo; expected lora, or adamw or sgd, for an adapter",
+    ),
     (FullTrainer, str, {"optimizers": (object(), None)}, "optim names the optimizer"),
     (FullTrainer, str, {"optimizer_cls_and_kwargs": (object, {})}, "optim names the optimizer"),
 ]
@@ -564,7 +583,7 @@ WITH_ACTIVATIONS = MemoryPolicy(
 PROMPTS = [{"prompt": " ".join(NOUNS[i % 5 : i % 5 + 1 + i % 3])} for i in range(8)]
 
 
-FirstOrderGRPOTrainer = mixed_in(trl.GRPOTrainer, BackpropGRPOMixin)
+FirstOrderGRPOTrainer = mixed_in(trl.GRPOTrainer, StreamedGRPOMixin)
 
 
 def cats(completions: list[str], **_: Any) -> list[float]:
@@ -591,7 +610,11 @@ def made_grpo(kind: type[Any], model: Any, output: Path, **changes: Any) -> Any:
         "temperature": 1.5,
         **changes,
     }
-    options = {"memory": WITH_ACTIVATIONS} if issubclass(kind, BackpropTrainerMixin) else {}
+    options = (
+        {"streamed": WithPolicy(policy=WITH_ACTIVATIONS)}
+        if issubclass(kind, StreamedTrainerMixin)
+        else {}
+    )
     rows = datasets.Dataset.from_list(PROMPTS)
     args = trl.GRPOConfig(**trainer_options(output, **given))
     return kind(
@@ -697,10 +720,10 @@ def test_what_needs_a_whole_model_is_refused(
 
 
 def test_the_other_mixins_name_the_one_for_grpo(vocabulary: Path, tmp_path: Path) -> None:
-    with pytest.raises(OptionError, match="BackpropGRPOMixin"):
+    with pytest.raises(OptionError, match="StreamedGRPOMixin"):
         made_grpo(mixed_in(trl.GRPOTrainer), opened(vocabulary), tmp_path / "run")
     misplaced, args = (
-        mixed_in(trl.SFTTrainer, BackpropGRPOMixin),
+        mixed_in(trl.SFTTrainer, StreamedGRPOMixin),
         trl.SFTConfig(**trainer_options(tmp_path)),
     )
     with pytest.raises(OptionError, match="one of TRL's GRPOTrainer"):

@@ -33,7 +33,7 @@ from transformers import (
 
 from zo2adapters import (
     MonolithicMeZO,
-    ZOArguments,
+    StreamedArguments,
     ZOTrainerMixin,
     generate,
     open_checkpoint,
@@ -232,11 +232,11 @@ def test_a_stock_trainer_trains_a_classifier(tmp_path: Path, bf16: bool) -> None
     model = open_checkpoint(
         base, head=head, precision=precision, dtype="bfloat16" if bf16 else "auto"
     )
-    zo = ZOArguments(guard=False)
+    given = StreamedArguments(method="zeroth-order", guard=False)
     trainer: Any = ZOTrainer(
         model=model,
         args=args,
-        zo=zo,
+        streamed=given,
         train_dataset=rows,
         eval_dataset=rows,
         compute_metrics=metrics,

@@ -2,6 +2,7 @@
 checkpoints, our bits.
 """
 
+import inspect
 import json
 import shutil
 import tempfile
@@ -27,6 +28,7 @@ from transformers import (
     AutoModelForSequenceClassification,
     AutoTokenizer,
     EarlyStoppingCallback,
+    HfArgumentParser,
     Seq2SeqTrainer,
     Seq2SeqTrainingArguments,
     Trainer,
@@ -36,11 +38,22 @@ from transformers import (
 from transformers.trainer_pt_utils import LabelSmoother
 
 import zo2core.engine
-from zo2adapters import CalledForward, MonolithicMeZO, ZOArguments, ZOTrainerMixin, open_checkpoint
+from zo2adapters import (
+    CalledForward,
+    LightningArguments,
+    MonolithicMeZO,
+    StreamedArguments,
+    ZOTrainerMixin,
+    open_checkpoint,
+)
+from zo2adapters.commands.train import Train
+from zo2adapters.tasks.option_tree import declared
 from zo2adapters.tasks.rows import RowReader, training_batches
+from zo2adapters.trainers.optimization import Noise, Optimization
 from zo2core import (
     Distribution,
     Engine,
+    FirstOrder,
     Guarded,
     Journal,
     MeZOSGD,
@@ -57,12 +70,15 @@ from zo2core.errors import (
     OutputError,
     UnsupportedModelError,
 )
+from zo2core.optimizers.registry import make_block_update
+from zo2core.ranges import EstimatorName
 
 datasets = pytest.importorskip("datasets")
 trl = pytest.importorskip("trl")
 pytestmark = OF_TRL
 
-EXACT = ZOArguments(estimator=MeZOSGD, distribution=None, guard=False, zo_eps=1e-2)
+ZOArguments = partial(StreamedArguments, method="zeroth-order")
+EXACT = StreamedArguments(method="mezo", guard=False, zo_eps=1e-2)
 
 
 def mixed(trainer: Any) -> Any:
@@ -134,7 +150,7 @@ def made(
     name: str,
     model: Any,
     output: Path,
-    zo: ZOArguments | None = None,
+    streamed: StreamedArguments | None = None,
     *,
     stock: bool = False,
     **options: Any,
@@ -145,7 +161,7 @@ def made(
     rows = kind.rows if kind.rows is ROWS else datasets.Dataset.from_list(kind.rows)
     held_out = ROWS[:5] if kind.rows is ROWS else rows.select(range(5))
     args = kind.config(**trainer_options(output, **{**CONSTANT, **options}))
-    own = {} if stock else {"zo": zo}
+    own = {} if stock else {"streamed": streamed}
     return (kind.stock if stock else mixed(kind.stock))(
         model=model, args=args, train_dataset=rows, eval_dataset=held_out, **own, **given
     )
@@ -222,6 +238,80 @@ def test_the_trajectory_is_that_of_a_plain_loop(
     )
     tokens = sum(batch["input_ids"].numel() for batch in batches)
     assert trainer.state.total_flos == 2 * 2 * parameters * tokens
+
+
+OPTIONS: list[dict[str, Any]] = [
+    {"rank": 2, "period": 4, "stack": 1},
+    {"queries": 2, "per_row": True, "clip_grad": 0.5},
+    {"estimator": "fzoo", "queries": 2, "clip_median": 2.0, "guard": False},
+]
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+def test_options_of_the_tree_are_those_of_a_run(
+    base: Path, tmp_path: Path, options: dict[str, Any]
+) -> None:
+    trainer = made("plain", base, tmp_path / "run", ZOArguments(**options), max_steps=3)
+    trainer.train()
+    names = {"estimator": EstimatorName.FZOO} if "estimator" in options else {}
+    asked = Optimization(method="zeroth-order", lr=1e-3, **{**options, **names})
+    method = ZerothOrder(
+        asked.scheduled_estimator(3, 2),
+        noise=asked.generator(),
+        perturbation=asked.perturbation,
+        seed=42,
+    )
+    with Engine(open_checkpoint(base), method) as engine:
+        for batch in BATCHES[:3]:
+            engine.step(batch)
+        assert trainer.engine.journal.updates == engine.journal.updates
+
+
+@pytest.mark.parametrize("arguments", [StreamedArguments, LightningArguments])
+def test_arguments_are_declared_in_the_tree(arguments: type[Any]) -> None:
+    tree = {one.name: one for one in declared(Train)}
+    own = {one.name: one for one in declared(arguments)}
+    of_frameworks = own.keys() - tree.keys()
+    assert of_frameworks <= {"write_back", "trainer_loss", "export_checkpoints"}
+    for name in own.keys() - of_frameworks:
+        for same in ("type", "default", "marks"):
+            assert str(getattr(own[name], same)) == str(getattr(tree[name], same))
+        [declaring] = [
+            kind for kind in arguments.__mro__ if name in vars(kind).get("__annotations__", ())
+        ]
+        assert declaring in Train.__mro__ or any(
+            declaring in group.owner.__mro__ for group in tree.values()
+        ), "no second declaration"
+    signature = inspect.signature(arguments).parameters
+    assert signature["queries"].annotation is int
+    assert signature["noise"].default is Noise.RADEMACHER
+    assert "\n    queries: Directions per step." in str(inspect.getdoc(arguments))
+
+
+def test_a_command_line_of_transformers_has_the_arguments(capsys: Any) -> None:
+    words = "--method zeroth-order --noise gaussian --queries 4 --clip_grad 2 --memory 4GiB"
+    parser: Any = HfArgumentParser
+    [given] = parser(StreamedArguments).parse_args_into_dataclasses(words.split())
+    assert given == ZOArguments(noise=Noise.GAUSSIAN, queries=4, clip_grad=2.0, memory="4GiB")
+    with pytest.raises(SystemExit):
+        parser(StreamedArguments).parse_args_into_dataclasses(["--help"])
+    assert "Directions per step." in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("method", ["sgd", "badam"])
+def test_a_method_names_the_optimizer_of_all_parameters(
+    base: Path, tmp_path: Path, method: Any
+) -> None:
+    given = StreamedArguments(method=method)
+    args = plain_args(tmp_path, **{**CONSTANT, "max_steps": 2, "max_grad_norm": 0.0})
+    trainer = mixed(Trainer)(base, args, streamed=given, train_dataset=ROWS)
+    trainer.train()
+    assert args.optim != "sgd", "the caller's stay as they are"
+    update = make_block_update(method, weight_decay=0.0, seed=42)
+    with Engine(open_checkpoint(base), FirstOrder(update, lr=1e-3)) as engine:
+        for batch in BATCHES[:2]:
+            engine.step(batch)
+        assert_same_weights(trainer.engine.parameters_now(), dict(engine.parameters_now()).items())
 
 
 @pytest.fixture(scope="module")
@@ -490,7 +580,7 @@ def test_the_best_model_is_kept_and_training_stops_early(base: Path, tmp_path: P
         save_strategy="steps",
         save_steps=1,
         load_best_model_at_end=True,
-        zo=ZOArguments(export_checkpoints=False),
+        streamed=ZOArguments(export_checkpoints=False),
     )
     trainer.train()
     assert calls == [1, 2, 3]
@@ -533,6 +623,11 @@ def plain_args(output: Path, **changes: Any) -> TrainingArguments:
     return TrainingArguments(**trainer_options(output, **changes))
 
 
+def full(base: Path, output: Path, method: Any = "adamw", **changes: Any) -> Any:
+    given = StreamedArguments(method=method)
+    return mixed(Trainer)(base, plain_args(output, **changes), streamed=given)
+
+
 UNTRAINABLE = {
     "GRPOTrainer": "generates text during training",
     "RLOOTrainer": "generates text during training",
@@ -558,10 +653,19 @@ REFUSED: list[tuple[Callable[[Path, Path], object], str]] = [
     ),
     *(
         (
-            lambda *_, wrong=wrong: ZOArguments(estimator=wrong),
-            "estimator: found .*expected a function that makes an",
+            lambda *_, wrong=wrong: ZOArguments(**wrong),
+            said,
         )
-        for wrong in (None, MeZOSGD(lr=1e-6, zo_eps=1e-3))
+        for wrong, said in (
+            ({"estimator": None}, "estimator: found None; expected one of es, fzoo, mezo"),
+            ({"noise": "white"}, "noise: found 'white'; expected one of gaussian, mezo, rade"),
+            ({"method": "adam"}, "method: found 'adam'; expected one of adalomo"),
+            ({"queries": 0}, "queries: found 0"),
+            ({"memory": "much"}, "memory: found"),
+            ({"switch_every": 3}, "switch_every: found 3 with --method zeroth-order"),
+            ({"method": "adamw", "queries": 2}, "queries: found 2 with --method adamw"),
+            ({"per_row": True}, "queries: found 1 with per_row; expected at least 2"),
+        )
     ),
     (generating, "predict_with_generate: found True"),
     (lambda base, _: without_data(base, args={}), "args: found a dict"),
@@ -589,8 +693,14 @@ REFUSED: list[tuple[Callable[[Path, Path], object], str]] = [
         for name in ("plain", "sft")
     ),
     (
-        lambda base, run: made("plain", base, run, ZOArguments(device="cuda")).train(),
-        "device: found cuda, while",
+        lambda base, run: (
+            made("plain", base, run).rewind(Journal()) or full(base, run).rewind(Journal())
+        ),
+        "rewind: found a run of adamw; expected a run of zeroth-order steps",
+    ),
+    (
+        lambda base, run: full(base, run, method="lomo", optim="sgd"),
+        "optim: found .*sgd.*lomo is the optimizer",
     ),
     (
         lambda base, run: made("smoothed", base, run, ZOArguments(micro_batch_size=1)).train(),
@@ -747,7 +857,7 @@ def test_what_the_trainer_tells_the_config_is_saved_and_saving_again_replaces_it
         trainer.model.push_to_hub("somewhere")
     with pytest.raises(UnsupportedModelError, match="a call outside of a sweep"):
         trainer.model(**BATCHES[0])
-    trainer.zo = ZOArguments(export_checkpoints=False)
+    trainer._method.exports_checkpoints = False
     trainer._write(tmp_path / "saved", is_checkpoint=True)
     assert not (tmp_path / "saved" / "model.safetensors").exists(), (
         "of another version than the journal"
@@ -794,7 +904,7 @@ def test_sft_accumulates_as_the_stock_trainer_does_and_packed_rows_run_without_p
     for name, own in (("own", True), ("models", False)):
         zo = ZOArguments(trainer_loss=own)
         trainer = made(
-            "sft", base, tmp_path / name, zo=zo, gradient_accumulation_steps=3, max_steps=2
+            "sft", base, tmp_path / name, streamed=zo, gradient_accumulation_steps=3, max_steps=2
         )
         trainer.train()
         losses.append([update.losses for update in trainer.engine.journal.updates])
@@ -802,7 +912,7 @@ def test_sft_accumulates_as_the_stock_trainer_does_and_packed_rows_run_without_p
         pytest.approx(ours, rel=1e-5) for ours in losses[1]
     ]
     trainer = made(
-        "sft", base, tmp_path / "run", zo=EXACT, packing=True, max_length=12, max_steps=2
+        "sft", base, tmp_path / "run", streamed=EXACT, packing=True, max_length=12, max_steps=2
     )
     trainer.train()
     batch = next(iter(trainer.get_train_dataloader()))

@@ -17,9 +17,8 @@ from whole_loops import WholeModel, torch_loop
 
 from zo2adapters import (
     Adapter,
-    BackpropLightningModule,
-    FullBackpropLightningModule,
-    ZOLightningModule,
+    LightningArguments,
+    StreamedLightningModule,
     open_checkpoint,
 )
 from zo2core import Distribution, Engine, Guarded, MeZOSGD, PhiloxNoise, TorchOptimizer, ZerothOrder
@@ -61,8 +60,11 @@ def halving(step: int) -> float:
     return float(0.5**step)
 
 
-def module(base: Path) -> ZOLightningModule:
-    return ZOLightningModule(open_checkpoint(base), lr=1e-2, lr_lambda=halving, seed=3)
+ZEROTH_ORDER = LightningArguments(method="zeroth-order", lr=1e-2, seed=3)
+
+
+def module(base: Path) -> StreamedLightningModule:
+    return StreamedLightningModule(open_checkpoint(base), ZEROTH_ORDER, lr_lambda=halving)
 
 
 HELD_OUT: Any = torch.utils.data.DataLoader(BATCHES[6:], batch_size=None)  # type: ignore[arg-type]
@@ -143,7 +145,7 @@ def test_a_module_that_a_second_trainer_trains_is_resumed_at_all_of_its_steps(
         (
             module,
             {"gradient_clip_val": 0.5},
-            r"Trainer\(gradient_clip_val\): found 0.5; expected None.*Clipped",
+            r"Trainer\(gradient_clip_val\): found 0.5; expected None.*clip_grad=",
         ),
         (
             lambda base: first_order(base),
@@ -153,7 +155,7 @@ def test_a_module_that_a_second_trainer_trains_is_resumed_at_all_of_its_steps(
         (
             lambda base: full_module(base),
             {"gradient_clip_val": 1.0},
-            r"gradient_clip_val.*clip=\.\.\.",
+            r"gradient_clip_val.*max_grad_norm=\.\.\.",
         ),
     ],
 )
@@ -164,7 +166,7 @@ def test_what_cannot_be_heeded_is_refused(
         trainer(tmp_path, 1, **options).fit(make(base), ResumableLoader())
 
 
-class OwnEvaluation(ZOLightningModule):
+class OwnEvaluation(StreamedLightningModule):
     """Evaluates each batch by itself, or as all modules do; may fail at the second one."""
 
     by_itself, fails = True, False
@@ -182,7 +184,7 @@ class OwnEvaluation(ZOLightningModule):
 def test_a_module_may_evaluate_by_itself_and_a_failed_validation_does_not_count_later(
     base: Path, tmp_path: Path
 ) -> None:
-    ours = OwnEvaluation(open_checkpoint(base), lr=1e-2)
+    ours = OwnEvaluation(open_checkpoint(base), ZEROTH_ORDER)
     fitted = trainer(tmp_path, 2, val_check_interval=2)
     fitted.fit(ours, ResumableLoader(), HELD_OUT)
     assert {"loss_0", "loss_1"} <= fitted.callback_metrics.keys()
@@ -234,11 +236,13 @@ LORA: Any = {"r": 2, "target_modules": ["q_proj", "up_proj"], "init_lora_weights
 ADAMW = partial(torch.optim.AdamW, lr=1e-2)
 
 
-def first_order(base: Path, **options: Any) -> BackpropLightningModule:
+FIRST_ORDER = LightningArguments(lr=1e-2, weight_decay=0.01)  # by AdamW, the method's default
+
+
+def first_order(base: Path, **options: Any) -> StreamedLightningModule:
     peft: Any = pytest.importorskip("peft")
     model = open_checkpoint(base, adapter=Adapter(config=peft.LoraConfig(**LORA), seed=1))
-    schedule = partial(torch.optim.lr_scheduler.LambdaLR, lr_lambda=halving)
-    return BackpropLightningModule(model, ADAMW, schedule=schedule, **options)
+    return StreamedLightningModule(model, FIRST_ORDER, lr_lambda=halving, **options)
 
 
 def test_gradients_train_as_a_plain_loop_over_the_whole_model(base: Path, tmp_path: Path) -> None:
@@ -282,18 +286,43 @@ def test_a_list_of_batches_is_one_step_and_one_pass(base: Path, tmp_path: Path) 
         assert_equal(engine.parameters, ours.engine.parameters)
 
 
-def full_module(base: Path) -> FullBackpropLightningModule:
+def full_module(base: Path) -> StreamedLightningModule:
+    given = LightningArguments(method="adamw", lr=1e-2, weight_decay=0.1, max_grad_norm=0.5)
+    return StreamedLightningModule(open_checkpoint(base), given, lr_lambda=halving)
+
+
+def test_an_optimizer_takes_the_place_of_the_methods_and_what_has_no_effect_is_refused(
+    base: Path,
+) -> None:
     update = TorchOptimizer(partial(torch.optim.AdamW, lr=1.0, weight_decay=0.1))
-    return FullBackpropLightningModule(
-        open_checkpoint(base), update, lr=1e-2, lr_lambda=halving, clip=0.5
-    )
+    given = LightningArguments(method="adamw", lr=1e-2, weight_decay=0.1)
+    own = StreamedLightningModule(open_checkpoint(base), given, optimizer=update)
+    usual = StreamedLightningModule(open_checkpoint(base), given)
+    for module_of, is_own in ((own, True), (usual, False)):
+        with patch.object(LightningArguments, "open_first_order") as opened:
+            module_of._open()
+        assert (opened.call_args.args[1] is update) == is_own
+    adapted = first_order(base, optimizer=partial(torch.optim.RAdam, lr=1e-3))
+    assert isinstance(adapted._made_optimizer(), torch.optim.RAdam)
+    for arguments, options, told in (
+        (ZEROTH_ORDER, {"optimizer": update}, "optimizer: found one; expected no such option"),
+        (ZEROTH_ORDER, {"forward": lambda model, batch: 0}, "forward: found one"),
+        (given, {"optimizer": torch.optim.AdamW}, "optimizer: found a type; expected a BlockUpd"),
+    ):
+        with pytest.raises(OptionError, match=told):
+            StreamedLightningModule(open_checkpoint(base), arguments, **options)
+    with pytest.raises(OptionError, match=r"max_grad_norm: .*gradient_clip_val"):
+        StreamedLightningModule(adapted.block_model, LightningArguments(max_grad_norm=1.0))
+    with pytest.raises(OptionError, match="lr: found nothing"):
+        LightningArguments(method="adamw")
+    assert LightningArguments().lr == 2e-4
 
 
 def test_all_parameters_have_the_bits_of_a_plain_loop(base: Path, tmp_path: Path) -> None:
     ours, whole = full_module(base), WholeModel(base)
     fitted = trainer(tmp_path, 6, val_check_interval=2)
     fitted.fit(ours, ResumableLoader(), HELD_OUT)
-    take = torch_loop(whole, partial(torch.optim.AdamW, weight_decay=0.1), None, 0.5)
+    take = torch_loop(whole, partial(torch.optim.AdamW, weight_decay=0.1, fused=True), None, 0.5)
     for step, batch in enumerate(BATCHES[:6]):
         whole.backward([batch])
         take(1e-2 * halving(step))

@@ -34,7 +34,7 @@ import task_rows
 from measuring import lora, spread, zo2
 from task_rows import Task
 
-from zo2adapters import BackpropGRPOMixin
+from zo2adapters import StreamedGRPOMixin
 from zo2adapters.tasks.reward_program import arithmetic
 from zo2core.errors import OptionError
 
@@ -257,7 +257,7 @@ def by_grpo(task: Task, folder: Path, steps: int, lr: float, seed: int) -> None:
     made = datasets.Dataset.from_list(
         [{"prompt": row["prompt"], "answer": row["completion"]} for row in rows]
     )
-    kind: Any = type("GRPO", (BackpropGRPOMixin, trl.GRPOTrainer), {})
+    kind: Any = type("GRPO", (StreamedGRPOMixin, trl.GRPOTrainer), {})
     began = time.perf_counter()
     trainer = kind(
         model=str(task.model),

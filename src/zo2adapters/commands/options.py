@@ -7,11 +7,9 @@ An error is one typed line, which names the option that was probably meant.
 from __future__ import annotations
 
 import argparse
-import ast
 import contextlib
 import difflib
 import errno
-import functools
 import inspect
 import itertools
 import json
@@ -25,11 +23,19 @@ from dataclasses import MISSING, is_dataclass
 from enum import Enum
 from functools import partial
 from pathlib import Path
-from types import MappingProxyType, NoneType, UnionType
-from typing import Any, ClassVar, Literal, NamedTuple, Self, TypeAlias, Union, get_args, get_origin
+from types import MappingProxyType, NoneType
+from typing import Any, ClassVar, NamedTuple, Self, TypeAlias, get_args, get_origin
 
 from zo2adapters.commands.guarded_stream import STREAMS
-from zo2adapters.tasks.option_tree import SECTIONS, Option, declared, filled
+from zo2adapters.tasks.option_tree import (
+    SECTIONS,
+    Option,
+    declared,
+    docstrings,
+    filled,
+    kinds_of,
+    named_values,
+)
 from zo2adapters.trainers.recipe import yaml_kind
 from zo2core.errors import (
     DeviceError,
@@ -168,23 +174,12 @@ class OptionField(NamedTuple):
     @property
     def kinds(self) -> tuple[Any, ...]:
         """The types of which a value is one."""
-        return get_args(self.type) if get_origin(self.type) in {Union, UnionType} else (self.type,)
+        return kinds_of(self.type)
 
     @property
     def named(self) -> dict[str, Any]:
         """The values that have a name, such as those of an enumeration."""
-        literals = [
-            value for kind in self.kinds if get_origin(kind) is Literal for value in get_args(kind)
-        ]
-        members = [
-            member
-            for kind in self.kinds
-            if isinstance(kind, type) and issubclass(kind, Enum)
-            for member in kind
-        ]
-        return {str(value): value for value in literals} | {
-            str(member.value): member for member in members
-        }
+        return named_values(self.type)
 
     @property
     def items(self) -> tuple[Any, ...]:
@@ -701,7 +696,7 @@ def _usage(name: str, options: Any, listed: list[OptionField]) -> str:
 
 def documentation(option: OptionField) -> str:
     """The docstring below an option's field."""
-    return _docstrings_of(option.owner)[option.field]
+    return docstrings(option.owner)[option.field]
 
 
 def _text(option: OptionField) -> str:
@@ -743,28 +738,6 @@ def text_table(rows: Sequence[Sequence[str]], *, left: Sequence[int] = (0,)) -> 
         for row in rows
     )
     return "\n".join("  ".join(cells).rstrip() for cells in aligned)
-
-
-@functools.cache
-def _docstrings_of(options: type) -> dict[str, str]:
-    """The docstring below each field of a dataclass, including fields of its bases, by the field's
-    name.
-    """
-    docstrings: dict[str, str] = {}
-    for base in reversed(options.__mro__):
-        docstrings |= dict(_docstrings(base)) if is_dataclass(base) else {}
-    return docstrings
-
-
-def _docstrings(options: type) -> Iterator[tuple[str, str]]:
-    [definition] = ast.parse(textwrap.dedent(inspect.getsource(options))).body
-    assert isinstance(definition, ast.ClassDef)
-    for field, docstring in itertools.pairwise(definition.body):
-        match field, docstring:
-            case ast.AnnAssign(target=ast.Name(id=name)), ast.Expr(
-                value=ast.Constant(value=str(text))
-            ):
-                yield name, inspect.cleandoc(text)
 
 
 def completions(line: str, commands: Iterable[str], options_of: Callable[[str], Any]) -> list[str]:

@@ -1,5 +1,5 @@
-"""Arguments of trainers: which are supported, while others are refused if they are set; and those
-of a zeroth-order run.
+"""Arguments of streamed steps in other frameworks, from the tree of options, and arguments of
+trainers: which are supported, while others are refused if they are set.
 
 Opens the model of a trainer in the precision that the trainer's arguments ask for.
 """
@@ -8,14 +8,18 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import inspect
 import os
+import re
 import shutil
 import sys
+import textwrap
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
+from enum import Enum
 from pathlib import Path
-from typing import Any
+from types import MappingProxyType
+from typing import Any, TypeVar, get_type_hints
 
 import torch
 from transformers import Trainer, TrainingArguments
@@ -24,79 +28,116 @@ from zo2adapters.models.architecture import Precision
 from zo2adapters.models.batches import ROUTERS
 from zo2adapters.models.checkpoint import open_checkpoint
 from zo2adapters.models.hf import HFBlockModel, HFHeadModel
-from zo2adapters.models.library_names import require_attributes
+from zo2adapters.models.library_names import names_of, require_attributes
 from zo2adapters.models.peft_adapter import Adapter
+from zo2adapters.tasks.option_tree import (
+    MethodName,
+    Refusal,
+    declared,
+    docstrings,
+    kinds_of,
+    named_values,
+    refuse,
+)
+from zo2adapters.trainers.optimization import (
+    DEFAULT_RATES,
+    BlockUpdates,
+    FirstOrderSteps,
+    StepSize,
+    ZerothOrderSteps,
+    optimizer_of,
+)
+from zo2adapters.trainers.option_checks import require_valid
+from zo2adapters.trainers.options import (
+    ActivationMemory,
+    ChosenDevice,
+    MemoryLimits,
+    MicroBatches,
+    Seeded,
+)
 from zo2core import (
     BlockModel,
-    Distribution,
+    BlockUpdate,
     Engine,
     EngineOptions,
-    Guarded,
+    FirstOrder,
     Journal,
+    LossScaling,
     MemoryPolicy,
-    MeZOSGD,
-    PhiloxNoise,
     WriteBackPolicy,
     ZerothOrder,
-    ZOEstimator,
 )
 from zo2core.errors import CheckpointError, OptionError
+from zo2core.ranges import OF_ADAPTERS
+
+with names_of("transformers"):
+    from transformers.training_args import OptimizerNames
 
 
+ArgumentsT = TypeVar("ArgumentsT", bound=type)
+_FLAG = re.compile(r"--([a-z][a-z-]*)")
+
+
+def documented(arguments: ArgumentsT) -> ArgumentsT:
+    """Give a dataclass the docstrings of its fields as those of its arguments, and as their help
+    for ``HfArgumentParser``; and a signature with plain types.
+    """
+    texts = docstrings(arguments)
+    lines = [str(inspect.getdoc(arguments)), "", "Args:"]
+    for field in dataclasses.fields(arguments):
+        named = _FLAG.sub(lambda flag: flag[1].replace("-", "_"), texts[field.name])
+        text = " ".join(named.split())
+        field.metadata = MappingProxyType({"help": text.replace("%", "%%")})
+        wrap = textwrap.TextWrapper(96, initial_indent="    ", subsequent_indent=" " * 8)
+        lines += wrap.wrap(f"{field.name}: {text}")
+    arguments.__doc__ = "\n".join(lines)
+    hints = get_type_hints(arguments)  # without what is declared beside the types
+    signature = inspect.signature(arguments)
+    parameters = [one.replace(annotation=hints[one.name]) for one in signature.parameters.values()]
+    described: Any = arguments
+    described.__signature__ = signature.replace(parameters=parameters, return_annotation=None)
+    return arguments
+
+
+@documented
 @dataclass(frozen=True, kw_only=True)
-class ZOArguments:
-    """Arguments of a zeroth-order run. The defaults are those of ``zo2 train``.
+class MethodArguments(MicroBatches, ActivationMemory, MemoryLimits, BlockUpdates, ZerothOrderSteps):
+    """How a framework's steps are taken, as the options of ``zo2 train`` say it.
 
-    Learning rate, its schedule, weight decay and seed are arguments of the trainer.
-
-    Args:
-        zo_eps: Perturbation scale.
-        estimator: Makes the estimator from ``lr`` (a function of the step), ``zo_eps`` and
-            ``weight_decay``: a class such as ``MeZOSGD``, or ``functools.partial(MultiQueryRGE,
-            q=4)``.
-        guard: Whether to skip steps far outside the run's range and to stop a run that diverges.
-            See ``Guarded``.
-        distribution: Distribution of the directions; None: the numbers that MeZO draws. MeZO bit
-            for bit needs None and ``estimator=MeZOSGD``.
-        device: "cpu", "cuda" or "cuda:N"; None: the trainer's device.
-        memory: How much memory the process may use.
-        write_back: When changed segments are written to disk, in the folder ``.zo2-scratch`` of its
-            directory; None: never. The files serve one process only: a resumed run replays its
-            journal, since its checkpoint may be of an earlier step than the files.
-        micro_batch_size: Rows of the micro-batches into which a batch is split. Needs the model's
-            own loss.
-        trainer_loss: Whether to call the trainer's ``compute_loss`` in training even if it gives
-            the model's own loss. It then also computes the trainer's training metrics, which needs
-            all logits.
-        export_checkpoints: Whether checkpoints have the weights as well as the journal. Without
-            weights a checkpoint takes a few hundred bytes per step; resuming and loading the best
-            model need only the journal.
-
-    Raises:
-        OptionError: if ``estimator`` is not callable, for example because it is an estimator.
+    A subclass with another ``estimator_of`` has an estimator of its own.
     """
 
-    zo_eps: float = 1e-3
-    estimator: Callable[..., ZOEstimator] = partial(MeZOSGD, perturb_in_place=False)  # noqa: RUF009 - not changed
-    guard: bool = True
-    distribution: Distribution | None = Distribution.RADEMACHER
-    device: str | None = None
-    memory: MemoryPolicy = MemoryPolicy()
     write_back: WriteBackPolicy | None = None
-    micro_batch_size: int | None = None
-    trainer_loss: bool = False
-    export_checkpoints: bool = True
+    """With zeroth-order steps: when changed segments are written to disk, in the folder
+    .zo2-scratch of its directory; by default never. The files serve one process only: a resumed run
+    replays its journal, since its checkpoint may be of an earlier step than the files.
+    """
 
     def __post_init__(self) -> None:
-        if not callable(self.estimator):
-            raise OptionError(
-                "estimator",
-                repr(self.estimator)[:80],
-                "a function that makes an estimator, such as the class MeZOSGD",
-                "pass a class, or functools.partial(MultiQueryRGE, q=4)",
-            )
+        """Take names for what has one, such as ``noise="gaussian"``, and refuse what is invalid."""
+        for one in declared(self):
+            names = named_values(one.type) if len(kinds_of(one.type)) == 1 else {}
+            value = one.default
+            if names and value not in names.values():
+                expected = f"one of {', '.join(sorted(names))}"
+                is_named = isinstance(value, str) and value in names
+                refuse(Refusal(not is_named, one.name, repr(value)[:80], expected, "pass one"))
+                object.__setattr__(self, one.name, names[value])
+        require_valid(self)
+        if self.optimizer is None:
+            self.require_consistent()
+        whole = self.per_row and self.queries == 1
+        expected = "at least 2, among which the rows of a batch are divided"
+        refuse(Refusal(whole, "queries", "1 with per_row", expected, "pass queries=4, or so"))
 
-    def open_engine(
+    def memory_policy(self) -> MemoryPolicy:
+        """How much memory the process may use."""
+        policy = MemoryPolicy(host=self.memory, device=self.device_memory)
+        if self.activation_memory is None:
+            return policy
+        return replace(policy, activations=self.activation_memory)
+
+    def open_zeroth_order(
         self,
         model: BlockModel,
         journal: Journal,
@@ -112,16 +153,13 @@ class ZOArguments:
             model: The model.
             journal: The run's journal, in memory.
             lr: Maps a 0-based step to its learning rate.
-            weight_decay: Weight decay of the trainer's arguments.
+            weight_decay: MeZO's weight decay.
             seed: Seed of the run's directions.
-            device: Device to compute on if ``self.device`` is None.
+            device: Device to compute on.
 
         Raises:
             ZO2Error: as ``Engine`` says.
         """
-        estimator = self.estimator(lr=lr, zo_eps=self.zo_eps, weight_decay=weight_decay)
-        # None: MeZO's, the engine's default
-        noise = None if self.distribution is None else PhiloxNoise(self.distribution)
         write_back = self.write_back
         if write_back is not None:
             # files of an earlier engine do not belong to this version of the run
@@ -130,39 +168,138 @@ class ZOArguments:
         return Engine(
             model,
             ZerothOrder(
-                Guarded(estimator=estimator) if self.guard else estimator, noise=noise, seed=seed
+                self.estimator_of(lr, weight_decay),
+                noise=self.generator(),
+                perturbation=self.perturbation,
+                seed=seed,
             ),
             journal=journal,
-            device=device if self.device is None else self.device,
-            memory=self.memory,
+            device=device,
+            memory=self.memory_policy(),
             micro_batch_size=self.micro_batch_size,
             options=EngineOptions(write_back=write_back),
         )
+
+    def open_first_order(
+        self,
+        model: BlockModel,
+        update: BlockUpdate | None,
+        *,
+        lr: Callable[[int], float],
+        clip: float | None,
+        device: str,
+    ) -> Engine:
+        """The engine of a run.
+
+        Args:
+            model: The model.
+            update: The optimizer of all parameters; None: the framework's optimizer changes the
+                parameters of an adapter.
+            lr: Maps a 0-based step to its learning rate.
+            clip: Largest 2-norm of all gradients together; None does not clip. That of an adapter
+                is the framework's.
+            device: Device to compute on.
+
+        Raises:
+            ZO2Error: as ``Engine`` says.
+        """
+        method = FirstOrder(None)
+        if update is not None:
+            scaling = LossScaling() if self.loss_scaling else None
+            method = FirstOrder(
+                update, lr=lr, clip=clip, clip_value=self.max_grad_value, scaling=scaling
+            )
+        return Engine(
+            model,
+            method,
+            device=device,
+            memory=self.memory_policy(),
+            micro_batch_size=self.micro_batch_size,
+        )
+
+
+@documented
+@dataclass(frozen=True, kw_only=True)
+class StreamedArguments(MethodArguments):
+    """What a trainer's own arguments do not say of a streamed run.
+
+    Learning rate, its schedule, weight decay, clipping by norm, seed and device are arguments of
+    the trainer, and so is an adapter's config. With ``lora`` or ``adamw``, ``optim`` names the
+    optimizer. A subclass with another ``estimator_of`` has an estimator of its own.
+    """
+
+    trainer_loss: bool = False
+    """With zeroth-order steps: whether to call the trainer's compute_loss in training even if it
+    gives the model's own loss. It then also computes the trainer's training metrics, which needs
+    all logits.
+    """
+    export_checkpoints: bool = True
+    """With zeroth-order steps: whether checkpoints have the weights as well as the journal. Without
+    weights a checkpoint takes a few hundred bytes per step; resuming and loading the best model
+    need only the journal.
+    """
+
+
+@documented
+@dataclass(frozen=True, kw_only=True)
+class LightningArguments(FirstOrderSteps, MethodArguments, StepSize, ChosenDevice, Seeded):
+    """How a ``StreamedLightningModule`` is trained, as the options of ``zo2 train`` say it.
+
+    The learning rate is a number. A subclass with another ``estimator_of`` has an estimator of its
+    own.
+    """
+
+    def __post_init__(self) -> None:
+        """Fill in the method's learning rate, and refuse what is invalid."""
+        if self.lr is None:
+            object.__setattr__(self, "lr", DEFAULT_RATES.get(self.method))
+        super().__post_init__()
+        self.require_sane()
+
+
+class Kind(Enum):
+    """What steps train, and how."""
+
+    ZEROTH_ORDER = "all parameters, or an adapter, without gradients"
+    ADAPTER = "an adapter, by gradients"
+    FULL = "all parameters, by gradients"
+
+
+def kind_of(given: MethodArguments, *, has_adapter: bool) -> Kind:
+    """What a method trains of a model, with an adapter or without one."""
+    if given.optimizer is None:
+        return Kind.ZEROTH_ORDER
+    if has_adapter and given.optimizer not in OF_ADAPTERS:
+        expected = f"lora, or {' or '.join(OF_ADAPTERS)}, for an adapter"
+        raise OptionError("method", given.method, expected, "leave the adapter out, or pass lora")
+    return Kind.ADAPTER if has_adapter or given.method == "lora" else Kind.FULL
 
 
 # Arguments for gradients and for models that are whole in memory, which must have their default
 # values, and options of a trainer's constructor, which must be absent. Values are remedies. This
 # table is for zeroth-order steps.
-_ESTIMATOR = "leave it out: the estimator of ZOArguments replaces the optimizer"
-_STREAMED = "leave it out: the weights are streamed as {} says"
+_ESTIMATOR = "leave it out: a zeroth-order method has an estimator in place of the optimizer"
+_STREAMED = "leave it out: the weights are streamed as StreamedArguments(memory=...) says"
 _REMEDIES: Mapping[str, str] = {
     **dict.fromkeys(
         ("optim", "optim_args", "adam_beta1", "adam_beta2", "adam_epsilon"), _ESTIMATOR
     ),
     "optim_target_modules": "leave it out: all parameters are trained",
     "max_grad_norm": (
-        "leave it out: there is no gradient whose norm could be clipped; an estimator that makes "
-        "Clipped(estimator=MeZOSGD(...), value=...) clips projected gradients"
+        "leave it out: there is no gradient whose norm could be clipped; "
+        "StreamedArguments(clip_grad=...) clips projected gradients"
     ),
     "neftune_noise_alpha": "leave it out: forwards must be deterministic",
-    "auto_find_batch_size": "set per_device_train_batch_size, or ZOArguments(micro_batch_size=...)",
+    "auto_find_batch_size": (
+        "set per_device_train_batch_size, or StreamedArguments(micro_batch_size=...)"
+    ),
     "torch_compile": "leave it out: layers run one at a time",
     "use_liger_kernel": "leave it out: it replaces the model's forward",
     "fp16_full_eval": "pass fp16=True, or open the model with precision='mixed'",
     "bf16_full_eval": "pass bf16=True, or open the model with precision='mixed'",
     "disable_dropout": "leave it out: forwards run without dropout, as in MeZO",
     "predict_with_generate": "save the model, then use zo2adapters.generate or zo2 generate",
-    **dict.fromkeys(("deepspeed", "fsdp"), _STREAMED.format("ZOArguments(memory=...)")),
+    **dict.fromkeys(("deepspeed", "fsdp"), _STREAMED),
     "sync_ref_model": "leave it out: the reference is always the base checkpoint",
     "chat_template_path": (
         "pass a file that ends in .jinja or .j2: a template of another tokenizer, which adds "
@@ -177,7 +314,7 @@ _REMEDIES: Mapping[str, str] = {
 }
 _OFF: Mapping[str, object] = {"max_grad_norm": 0}  # values that turn an unsupported feature off
 
-# The same for the mixins of first-order steps: what these support (None), and what to do about the
+# The same for first-order steps: what these support (None), and what to do about the
 # rest.
 _FIRST_ORDER: Mapping[str, str | None] = {
     **dict.fromkeys(
@@ -187,15 +324,11 @@ _FIRST_ORDER: Mapping[str, str | None] = {
         "set per_device_train_batch_size, and gradient_accumulation_steps for larger batches"
     ),
     "disable_dropout": "leave it out: forwards run without dropout",
-    **dict.fromkeys(("deepspeed", "fsdp"), _STREAMED.format("memory=MemoryPolicy(...)")),
     "optimizers": "leave it out: optim names the optimizer, and lr_scheduler_type the schedule",
 }
 FULL: Mapping[str, str | None] = {
     **_FIRST_ORDER,
     "optimizer_cls_and_kwargs": _FIRST_ORDER["optimizers"],
-    "peft_config": (
-        "leave it out: all parameters are trained; BackpropTrainerMixin trains an adapter"
-    ),
 }
 ADAPTER: Mapping[str, str | None] = {
     **_FIRST_ORDER,
@@ -214,7 +347,6 @@ ONE_UPDATE = (
 )
 _SAMPLING = "leave it out: tokens are sampled by temperature and top_p alone"
 GRPO: Mapping[str, str | None] = {
-    **ADAPTER,
     "use_vllm": f"{_IN_MEMORY}, in vLLM",
     "use_transformers_continuous_batching": _IN_MEMORY,
     "beta": "leave it out: a penalty for leaving the reference is not built",
@@ -232,7 +364,7 @@ GRPO: Mapping[str, str | None] = {
 TRL_SUPPORTED = ("SFTTrainer", "DPOTrainer", "RewardTrainer", "TPOTrainer")
 _GENERATES = "generates text during training, for which the model would have to be whole in memory"
 _TRL_UNSUPPORTED: Mapping[str, str] = {
-    "GRPOTrainer": f"{_GENERATES}, but with BackpropGRPOMixin",
+    "GRPOTrainer": f"{_GENERATES}, but with StreamedGRPOMixin",
     "RLOOTrainer": _GENERATES,
     "DistillationTrainer": f"{_GENERATES}, and so does its teacher",
     "KTOTrainer": "calls the model with a second batch within one loss",
@@ -326,6 +458,21 @@ def require_supported(
         raise OptionError(
             "args", found, expected, "start one process, with one GPU in CUDA_VISIBLE_DEVICES"
         )
+
+
+def with_optimizer(args: TrainingArguments, method: MethodName) -> TrainingArguments:
+    """The arguments with the optimizer of a method; lora and adamw leave it to ``optim``. The
+    caller's stay as they are.
+    """
+    if optimizer_of(method) in (None, "adamw"):
+        return args
+    if args.optim != method:
+        _require_default("optim", args, f"leave it out: {method} is the optimizer")
+    if method not in list(OptimizerNames):
+        return args
+    args = copy.copy(args)
+    args.optim = OptimizerNames(method)
+    return args
 
 
 def _require_trainer(kind: type, trainers: Sequence[str]) -> None:

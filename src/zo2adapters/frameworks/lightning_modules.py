@@ -1,9 +1,4 @@
-"""Lightning modules whose model is no ``nn.Module`` in memory, but streamed by an engine.
-
-All share evaluation in common sweeps, and refusals of what has no effect. ``ZOLightningModule`` and
-``FullBackpropLightningModule`` have manual optimization, at a learning rate that Lightning sets;
-``BackpropLightningModule`` leaves the optimizer of an adapter to Lightning.
-"""
+"""A Lightning module whose model is no ``nn.Module`` in memory, but streamed by an engine."""
 
 from __future__ import annotations
 
@@ -16,21 +11,15 @@ from typing import Any
 import torch
 from torch import nn
 
-from zo2adapters.frameworks.arguments import ZOArguments
+from zo2adapters.frameworks.arguments import Kind, LightningArguments, kind_of
 from zo2adapters.frameworks.saved_run import JOURNAL, read_journal
 from zo2adapters.models.hf import HFBlockModel
+from zo2adapters.models.peft_model import PeftBlockModel
 from zo2adapters.optional_package import optional_package
-from zo2core import (
-    Batch,
-    BlockUpdate,
-    Engine,
-    FirstOrder,
-    Forward,
-    Journal,
-    LossScaling,
-    MemoryPolicy,
-)
+from zo2adapters.tasks.option_tree import Refusal, refuse
+from zo2core import Batch, BlockUpdate, Engine, Forward, Journal
 from zo2core.errors import CheckpointError, JournalError, OptionError, ZO2Warning
+from zo2core.optimizers.registry import OPTIMIZERS
 
 lightning = optional_package("lightning.pytorch", install="zo2core[lightning]")
 CombinedLoader: Any = optional_package(
@@ -39,26 +28,239 @@ CombinedLoader: Any = optional_package(
 
 _VERSION = "journal.version"  # key of the number of steps in a checkpoint
 _STATE = "full_backprop_engine"  # key of the engine's state in a checkpoint
+_CLIPPING = (
+    "leave it out: LightningArguments(max_grad_norm=...) clips the gradients of all parameters, "
+    "and clip_grad=... those that zeroth-order steps project"
+)
 
 
 class StreamedLightningModule(lightning.LightningModule):  # type: ignore[misc, name-defined]
-    """A module whose model is no ``nn.Module`` in memory, but streamed by an engine."""
+    """Trains a model in Lightning's loop:
+    ``Trainer().fit(StreamedLightningModule(open_checkpoint("model"), LightningArguments(lr=1e-4)),
+    loader)``.
 
-    # what to do in place of Trainer(gradient_clip_val); None: it is supported
-    clipping_remedy: str | None = None
+    The loader's batches are what the model's forward takes, or lists of such batches, which are one
+    step in one pass over the blocks. The method of the arguments says what is trained, and how. All
+    parameters are trained by manual optimization: a training step is ``engine.step(batch)``, bit
+    for bit. With a first-order method the adapter of the model is trained by automatic
+    optimization: losses, gradients and adapters are those of the whole model with peft, bit for
+    bit, and gradient clipping is Lightning's. Lightning's precision, accelerator and strategy apply
+    to weights that are whole in memory: leave them at one CPU or GPU in 32 bits, and open the model
+    in the precision to compute in. Lightning's checkpoints have the run's journal after
+    zeroth-order steps, weights and optimizer states where all parameters are trained by gradients,
+    and else the adapter; ``export`` writes the model.
 
-    def __init__(self, open_engine: Callable[[], Engine]) -> None:
+    Args:
+        model: Model from ``open_checkpoint``; with ``lora`` one with an adapter.
+        arguments: The method and its options.
+        lr_lambda: Maps a 0-based step to a factor of the learning rate; None: constant.
+        optimizer: With a first-order method: what takes the place of the method's optimizer. A
+            ``BlockUpdate`` for all parameters; for an adapter a function of its parameters, such as
+            ``partial(torch.optim.RAdam, lr=1e-4)``.
+        forward: With an adapter: ends in a number that can be differentiated; by default the model
+            itself, which ends in its loss.
+
+    Logs:
+        ``train_loss`` at each step, ``val_loss`` after each validation: the mean over labelled
+        tokens. A subclass whose ``validation_step`` does not call this one's logs its own
+        evaluation, and no ``val_loss``.
+
+    Raises:
+        MissingPackageError: on import, if Lightning is not installed.
+        OptionError: if the model has an adapter that the method does not train, or an option has no
+            effect with the method.
+        ZO2Error: as ``Engine`` says, at the first step.
+    """
+
+    def __init__(
+        self,
+        model: HFBlockModel,
+        arguments: LightningArguments,
+        *,
+        lr_lambda: Callable[[int], float] | None = None,
+        optimizer: BlockUpdate
+        | Callable[[Sequence[nn.Parameter]], torch.optim.Optimizer]
+        | None = None,
+        forward: Forward | None = None,
+    ) -> None:
         super().__init__()
-        self._open_engine = open_engine
+        self.block_model = model
+        self.arguments = arguments
+        self._lr_lambda = lr_lambda
+        self._optimizer = optimizer
+        self._forward = forward
+        self._journal = Journal()
         self._engine: Engine | None = None
         self._to_evaluate: list[Batch] = []
+        has_adapter = isinstance(model, PeftBlockModel)
+        kind = kind_of(arguments, has_adapter=has_adapter)
+        self._kind = kind
+        self.automatic_optimization = kind is Kind.ADAPTER
+        unused = "no such option: zeroth-order steps have an estimator"
+        refuse(
+            Refusal(
+                kind is Kind.ZEROTH_ORDER and optimizer is not None, "optimizer", "one", unused
+            ),
+            Refusal(
+                kind is Kind.FULL and not isinstance(optimizer, BlockUpdate | None),
+                "optimizer",
+                f"a {type(optimizer).__name__}",
+                "a BlockUpdate, since all parameters are trained",
+                "pass LOMO(), or TorchOptimizer(...)",
+            ),
+            Refusal(
+                kind is Kind.ADAPTER and arguments.max_grad_norm is not None,
+                "max_grad_norm",
+                str(arguments.max_grad_norm),
+                "none with an adapter, whose gradients Lightning clips",
+                "pass Trainer(gradient_clip_val=...)",
+            ),
+            Refusal(
+                kind is not Kind.ADAPTER and forward is not None,
+                "forward",
+                "one",
+                "an adapter and a first-order method",
+                "leave it out",
+            ),
+        )
+        if kind is Kind.ADAPTER:
+            # Names of modules have no dots.
+            parameters = self.engine.parameters.items()
+            self.adapter = nn.ParameterDict(
+                {name.replace(".", "/"): value for name, value in parameters}
+            )
 
     @property
     def engine(self) -> Engine:
         """The engine that runs the model, at the present weights."""
         if self._engine is None:
-            self._engine = self._open_engine()
+            self._engine = self._open()
         return self._engine
+
+    def _open(self) -> Engine:
+        given = self.arguments
+        if self._kind is Kind.ZEROTH_ORDER:
+            return given.open_zeroth_order(
+                self.block_model,
+                self._journal,
+                lr=self._present_lr,
+                weight_decay=given.weight_decay,
+                seed=given.seed,
+                device=given.device,
+            )
+        update = None
+        if self._kind is Kind.FULL:
+            update = (
+                self._optimizer
+                if isinstance(self._optimizer, BlockUpdate)
+                else given.block_update(weight_decay=given.weight_decay, seed=given.seed)
+            )
+        return given.open_first_order(
+            self.block_model,
+            update,
+            lr=self._present_lr,
+            clip=given.max_grad_norm,
+            device=given.device,
+        )
+
+    def _present_lr(self, step: int) -> float:
+        return float(self.optimizers().param_groups[0]["lr"])
+
+    def configure_optimizers(self) -> Any:
+        """Create the optimizer and its schedule; where the engine takes the steps, one whose
+        learning rate the schedule sets.
+        """
+        optimizer = self._made_optimizer()
+        if self._lr_lambda is None:
+            return optimizer
+        schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, self._lr_lambda)
+        return [optimizer], [{"scheduler": schedule, "interval": "step"}]
+
+    def _made_optimizer(self) -> torch.optim.Optimizer:
+        given = self.arguments
+        if self._kind is not Kind.ADAPTER:
+            return torch.optim.SGD([torch.zeros(0, requires_grad=True)], lr=given.rate)
+        parameters = list(self.engine.parameters.values())
+        if self._optimizer is not None:
+            make: Any = self._optimizer
+            made: torch.optim.Optimizer = make(parameters)
+            return made
+        assert given.optimizer is not None, "else steps are zeroth-order"
+        kind = OPTIMIZERS[given.optimizer].of_adapter
+        assert kind is not None, "kind_of has refused other methods"
+        return kind(
+            parameters, lr=given.rate, weight_decay=given.weight_decay, **given.optimizer_options
+        )
+
+    def training_step(self, batch: Batch | Sequence[Batch], batch_idx: int) -> torch.Tensor:
+        """Take a step.
+
+        The gradients of an adapter are taken here, in one pass, and handed out when Lightning asks
+        for them.
+        """
+        if self._kind is Kind.ADAPTER:
+            return self._loss_with_gradients(batch)
+        result = self.engine.step(batch)
+        self.optimizers().step()  # Lightning counts steps by it
+        schedule = self.lr_schedulers()
+        if schedule is not None:
+            schedule.step()
+        self.log("train_loss", result.loss, prog_bar=True)
+        return torch.tensor(result.loss)
+
+    def _loss_with_gradients(self, batch: Batch | Sequence[Batch]) -> torch.Tensor:
+        parameters = list(self.engine.parameters.values())
+        for parameter in parameters:
+            parameter.grad = None
+        loss = self.engine.gradients(batch, self._forward)
+        gradients = [parameter.grad for parameter in parameters]
+        self.log("train_loss", loss, prog_bar=True)
+        differentiable_step: Any = _StepWithGradients  # its apply is untyped
+        differentiable: torch.Tensor = differentiable_step.apply(loss, gradients, *parameters)
+        return differentiable
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Add to a checkpoint what the engine has: the journal and its number of steps, or weights,
+        optimizer states and the number of steps.
+        """
+        if self._kind is Kind.FULL:
+            checkpoint[_STATE] = self.engine.state_dict()
+        if self._kind is Kind.ZEROTH_ORDER:
+            checkpoint[JOURNAL] = self.engine.journal.excerpt(0).decode()
+            # global_step counts from 0 again when another Trainer goes on
+            checkpoint[_VERSION] = self.engine.version
+
+    def on_load_checkpoint(self, checkpoint: Mapping[str, Any]) -> None:
+        """Continue from what a checkpoint has of the engine.
+
+        Raises:
+            JournalError: if the journal is missing or damaged, or has another number of steps than
+                was saved.
+            CheckpointError: if the state is missing, or of another model or optimizer.
+        """
+        remedy = "pass a checkpoint that this module saved"
+        if self._kind is Kind.FULL:
+            if _STATE not in checkpoint:
+                found = "no weights and optimizer states"
+                expected = "those of a run of all parameters"
+                raise CheckpointError("the checkpoint", found, expected, remedy)
+            self.engine.load_state_dict(checkpoint[_STATE])
+        if self._kind is Kind.ZEROTH_ORDER:
+            if JOURNAL not in checkpoint:
+                expected = "the journal of a zeroth-order run"
+                raise JournalError("the checkpoint", "no journal", expected, remedy)
+            self._load_journal(checkpoint)
+
+    def _load_journal(self, checkpoint: Mapping[str, Any]) -> None:
+        with tempfile.TemporaryDirectory() as directory:
+            (Path(directory) / JOURNAL).write_text(checkpoint[JOURNAL], encoding="utf-8")
+            version = checkpoint.get(_VERSION, checkpoint["global_step"])
+            journal = read_journal(
+                Path(directory) / JOURNAL, int(version), name=f"{JOURNAL} in the checkpoint"
+            )
+        if self._engine is not None:
+            self._engine.close()
+        self._engine, self._journal = None, journal
 
     def configure_callbacks(self) -> list[Any]:
         """Refuse options of Lightning's Trainer that concern a model that is whole in memory.
@@ -76,14 +278,13 @@ class StreamedLightningModule(lightning.LightningModule):  # type: ignore[misc, 
             "a list at once"
         )
         accumulated = trainer.accumulate_grad_batches if is_fitting else 1
-        clipping = (
-            trainer.gradient_clip_val or None if is_fitting and self.clipping_remedy else None
-        )
+        is_clipped = is_fitting and not self.automatic_optimization
+        clipping = trainer.gradient_clip_val or None if is_clipped else None
         for name, found, expected, remedy in (
             ("precision", trainer.precision, "32-true", precision),
             ("devices", trainer.world_size, "1", precision),
             ("accumulate_grad_batches", accumulated, "1", lists),
-            ("gradient_clip_val", clipping, "None", str(self.clipping_remedy)),
+            ("gradient_clip_val", clipping, "None", _CLIPPING),
         ):
             if str(found) != expected:
                 raise OptionError(f"Trainer({name})", str(found), expected, remedy)
@@ -137,272 +338,6 @@ class StreamedLightningModule(lightning.LightningModule):  # type: ignore[misc, 
     def export(self, directory: Path | str) -> None:
         """Write the model, as ``from_pretrained`` loads it. See ``Engine.export``."""
         self.engine.export(directory)
-
-
-class ManualStepsModule(StreamedLightningModule):
-    """A module whose training step is a step of its engine."""
-
-    def __init__(
-        self, open_engine: Callable[[], Engine], lr: float, lr_lambda: Callable[[int], float] | None
-    ) -> None:
-        super().__init__(open_engine)
-        self.automatic_optimization = False
-        self._lr, self._lr_lambda = lr, lr_lambda
-
-    def configure_optimizers(self) -> Any:
-        """Create the optimizer whose learning rate the schedule sets.
-
-        The engine takes the steps.
-        """
-        optimizer = torch.optim.SGD([torch.zeros(0, requires_grad=True)], lr=self._lr)
-        if self._lr_lambda is None:
-            return optimizer
-        return [optimizer], [torch.optim.lr_scheduler.LambdaLR(optimizer, self._lr_lambda)]
-
-    def training_step(self, batch: Batch, batch_idx: int) -> torch.Tensor:
-        """Take a step."""
-        result = self.engine.step(batch)
-        self.optimizers().step()  # Lightning counts steps by it
-        schedule = self.lr_schedulers()
-        if schedule is not None:
-            schedule.step()
-        self.log("train_loss", result.loss, prog_bar=True)
-        return torch.tensor(result.loss)
-
-    def _present_lr(self, step: int) -> float:
-        return float(self.optimizers().param_groups[0]["lr"])
-
-
-class ZOLightningModule(ManualStepsModule):
-    """Trains a model in Lightning's loop:
-    ``Trainer().fit(ZOLightningModule(open_checkpoint("model"), lr=1e-6), loader)``.
-
-    The loader's batches are what the model's forward takes. A training step is
-    ``engine.step(batch)``, bit for bit. Lightning's precision, accelerator and strategy apply to
-    weights that are whole in memory: leave them at one CPU or GPU in 32 bits, and open the model in
-    the precision to compute in. Lightning's checkpoints have the run's journal instead of weights,
-    a few hundred bytes per step; ``export`` writes the model.
-
-    Args:
-        model: Model from ``open_checkpoint``.
-        lr: Peak learning rate.
-        lr_lambda: Maps a 0-based step to a factor of ``lr``; None: constant.
-        weight_decay: Weight decay of MeZO's update.
-        seed: Seed of the run's directions.
-        zo: Other arguments of the zeroth-order run; ``device`` is the CPU by default.
-
-    Logs:
-        ``train_loss`` at each step, ``val_loss`` after each validation: the mean over labelled
-        tokens. A subclass whose ``validation_step`` does not call this one's logs its own
-        evaluation, and no ``val_loss``.
-
-    Raises:
-        MissingPackageError: on import, if Lightning is not installed.
-        ZO2Error: as ``Engine`` says, at the first step.
-    """
-
-    clipping_remedy = (
-        "leave it out: there is no gradient; Clipped(...) in ZOArguments clips projected gradients"
-    )
-
-    def __init__(
-        self,
-        model: HFBlockModel,
-        *,
-        lr: float,
-        lr_lambda: Callable[[int], float] | None = None,
-        weight_decay: float = 0.0,
-        seed: int = 0,
-        zo: ZOArguments | None = None,
-    ) -> None:
-        self.zo = ZOArguments() if zo is None else zo
-        super().__init__(
-            lambda: self.zo.open_engine(
-                model,
-                self._journal,
-                lr=self._present_lr,
-                weight_decay=weight_decay,
-                seed=seed,
-                device="cpu",
-            ),
-            lr,
-            lr_lambda,
-        )
-        self._journal = Journal()
-
-    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Add the journal and its number of steps to a checkpoint."""
-        checkpoint[JOURNAL] = self.engine.journal.excerpt(0).decode()
-        # global_step counts from 0 again when another Trainer goes on
-        checkpoint[_VERSION] = self.engine.version
-
-    def on_load_checkpoint(self, checkpoint: Mapping[str, Any]) -> None:
-        """Continue from the journal in a checkpoint.
-
-        Raises:
-            JournalError: if it is missing or damaged, or has another number of steps than was
-                saved.
-        """
-        if JOURNAL not in checkpoint:
-            expected = "the journal of a zeroth-order run"
-            raise JournalError(
-                "the checkpoint", "no journal", expected, "pass a checkpoint that this module saved"
-            )
-        with tempfile.TemporaryDirectory() as directory:
-            (Path(directory) / JOURNAL).write_text(checkpoint[JOURNAL], encoding="utf-8")
-            version = checkpoint.get(_VERSION, checkpoint["global_step"])
-            journal = read_journal(
-                Path(directory) / JOURNAL, int(version), name=f"{JOURNAL} in the checkpoint"
-            )
-        if self._engine is not None:
-            self._engine.close()
-        self._engine, self._journal = None, journal
-
-
-class FullBackpropLightningModule(ManualStepsModule):
-    """Trains all parameters by gradients, each block updated as soon as its gradients are there.
-
-    ``Trainer().fit(FullBackpropLightningModule(open_checkpoint("model"), LOMO(), lr=1e-3),
-    loader)``. The loader's batches are what the model's forward takes. A training step is
-    ``engine.step(batch)``, bit for bit. Lightning's precision, accelerator and strategy apply to
-    other models: leave them at one device in 32 bits, and open the model in the precision to
-    compute in. Lightning's checkpoints have weights and optimizer states; ``export`` writes the
-    model.
-
-    Args:
-        model: Model from ``open_checkpoint``, without an adapter.
-        update: The optimizer: ``LOMO()``, ``TorchOptimizer(...)``, ``BAdam(...)``.
-        lr: Peak learning rate.
-        lr_lambda: Maps a 0-based step to a factor of ``lr``; None: constant.
-        clip: Largest 2-norm of all gradients together; None does not clip.
-        clip_value: Largest absolute value of a gradient's elements; None does not clip them.
-        scaling: How the loss is scaled; None does not scale it.
-        device, memory, micro_batch_size: As for ``Engine``.
-
-    Logs:
-        ``train_loss`` at each step, ``val_loss`` after each validation: the mean over labelled
-        tokens.
-
-    Raises:
-        MissingPackageError: on import, if Lightning is not installed.
-        ZO2Error: as ``Engine`` says.
-    """
-
-    clipping_remedy = "leave it out, and pass clip=... to the module"
-
-    def __init__(
-        self,
-        model: HFBlockModel,
-        update: BlockUpdate,
-        *,
-        lr: float,
-        lr_lambda: Callable[[int], float] | None = None,
-        clip: float | None = None,
-        clip_value: float | None = None,
-        scaling: LossScaling | None = None,
-        device: str = "cpu",
-        memory: MemoryPolicy = MemoryPolicy(),
-        micro_batch_size: int | None = None,
-    ) -> None:
-        method = FirstOrder(
-            update, lr=self._present_lr, clip=clip, clip_value=clip_value, scaling=scaling
-        )
-        engine = Engine(
-            model, method, device=device, memory=memory, micro_batch_size=micro_batch_size
-        )
-        super().__init__(lambda: engine, lr, lr_lambda)
-
-    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Add weights, optimizer states and the number of steps to a checkpoint."""
-        checkpoint[_STATE] = self.engine.state_dict()
-
-    def on_load_checkpoint(self, checkpoint: Mapping[str, Any]) -> None:
-        """Continue from the state in a checkpoint.
-
-        Raises:
-            CheckpointError: if it is missing, or of another model or optimizer.
-        """
-        if _STATE not in checkpoint:
-            found, expected = "no weights and optimizer states", "those of a run of all parameters"
-            raise CheckpointError(
-                "the checkpoint", found, expected, "pass a checkpoint that this module saved"
-            )
-        self.engine.load_state_dict(checkpoint[_STATE])
-
-
-class BackpropLightningModule(StreamedLightningModule):
-    """Trains an adapter by gradients, over a base that is only read.
-
-    ``Trainer().fit(BackpropLightningModule(model, partial(torch.optim.AdamW, lr=2e-4)), loader)``,
-    where ``model`` is what ``open_checkpoint(path, adapter=...)`` returned. The loader's batches
-    are what the model's forward takes, or lists of such batches, whose gradients are accumulated in
-    one pass over the blocks. Optimizer, schedule, gradient clipping, logs and checkpoints are
-    Lightning's; losses, gradients and adapters are those of the whole model with peft, bit for bit.
-    Leave precision, accelerator and strategy at one device in 32 bits, and open the model in the
-    precision to compute in.
-
-    Args:
-        model: A model with an adapter.
-        optimizer: Called with the adapter's parameters.
-        schedule: Called with the optimizer; returns a schedule of torch's, which takes a step after
-            each of the optimizer's. None: the learning rate is constant.
-        forward: Ends in a number that can be differentiated; by default the model itself, which
-            ends in its loss.
-        device, memory, micro_batch_size: As for ``Engine``.
-
-    Logs:
-        ``train_loss`` at each step, ``val_loss`` after each validation: the mean over labelled
-        tokens.
-
-    Raises:
-        MissingPackageError: as this is imported, if Lightning is not installed.
-        ZO2Error: as ``Engine`` says.
-    """
-
-    def __init__(
-        self,
-        model: HFBlockModel,
-        optimizer: Callable[[Sequence[nn.Parameter]], torch.optim.Optimizer],
-        *,
-        schedule: Callable[[torch.optim.Optimizer], Any] | None = None,
-        forward: Forward | None = None,
-        device: str = "cpu",
-        memory: MemoryPolicy = MemoryPolicy(),
-        micro_batch_size: int | None = None,
-    ) -> None:
-        engine = Engine(
-            model, FirstOrder(None), device=device, memory=memory, micro_batch_size=micro_batch_size
-        )
-        super().__init__(lambda: engine)
-        self._optimizer = optimizer
-        self._schedule = schedule
-        self._forward = forward
-        # Names of modules have no dots.
-        self.adapter = nn.ParameterDict(
-            {name.replace(".", "/"): value for name, value in engine.parameters.items()}
-        )
-
-    def configure_optimizers(self) -> Any:
-        """The optimizer and its schedule."""
-        optimizer = self._optimizer(list(self.engine.parameters.values()))
-        if self._schedule is None:
-            return optimizer
-        return [optimizer], [{"scheduler": self._schedule(optimizer), "interval": "step"}]
-
-    def training_step(self, batch: Batch | Sequence[Batch], batch_idx: int) -> torch.Tensor:
-        """The loss of a batch.
-
-        Its gradients are taken here, in one pass, and handed out when Lightning asks for them.
-        """
-        parameters = list(self.engine.parameters.values())
-        for parameter in parameters:
-            parameter.grad = None
-        loss = self.engine.gradients(batch, self._forward)
-        gradients = [parameter.grad for parameter in parameters]
-        self.log("train_loss", loss, prog_bar=True)
-        differentiable_step: Any = _StepWithGradients  # its apply is untyped
-        differentiable: torch.Tensor = differentiable_step.apply(loss, gradients, *parameters)
-        return differentiable
 
 
 class _StepWithGradients(torch.autograd.Function):

@@ -7,12 +7,8 @@ is the skeleton of a checkpoint: its config and class without weights. A trainin
 
 from __future__ import annotations
 
-import math
-import re
-from abc import abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType
@@ -22,34 +18,22 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_map_only
 from torch.utils.data import DataLoader, IterableDataset
-from transformers import AutoConfig, Trainer, TrainerState
+from transformers import Trainer
 
 from zo2adapters.frameworks import arguments
-from zo2adapters.frameworks.arguments import ZOArguments
-from zo2adapters.frameworks.saved_run import JOURNAL, read_journal, save_files, write_token_ids
-from zo2adapters.models.adapter_files import WEIGHTS_FILE, read_values
+from zo2adapters.frameworks.arguments import StreamedArguments
+from zo2adapters.frameworks.saved_run import save_files, write_token_ids
+from zo2adapters.frameworks.trainer_steps import STEPS, ZerothOrderTrainerSteps
 from zo2adapters.models.hf import CalledForward, HFBlockModel
 from zo2adapters.models.library_names import names_of, require_attributes
 from zo2adapters.models.peft_adapter import Adapter
 from zo2adapters.models.peft_model import PeftBlockModel
 from zo2adapters.tasks.generation import Generation, Sampling
-from zo2core import (
-    LOMO,
-    AdaLOMO,
-    Batch,
-    BlockUpdate,
-    Engine,
-    FirstOrder,
-    Journal,
-    MemoryPolicy,
-    TorchOptimizer,
-)
+from zo2core import Batch, Engine, Journal
 from zo2core.errors import OptionError
-from zo2core.journal.journal import copy_journal
-from zo2core.journal.snapshots import Snapshot, Snapshots
+from zo2core.ranges import OF_ADAPTERS
 
 with names_of("transformers"):
-    from transformers.trainer import TRAINER_STATE_NAME
     from transformers.trainer_pt_utils import find_batch_size
 
 # the type checker's stand-in for the trainer that the mixin is combined with
@@ -57,35 +41,84 @@ _Trainer: Any = object
 
 # they follow from positions
 _FLASH_ATTENTION_KEYS = {"cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k"}
-# as in transformers.Trainer
-_NO_DECAY = re.compile(r"bias|layernorm|rmsnorm|(?:^|\.)norm(?:$|\.)|_norm(?:$|\.)")
-# keys of the number of steps in the journal, in a trainer's state
-_SAVED, _VERSION = "ZOTrainerMixin", "version"
 
 
 class StreamedTrainerMixin(_Trainer):  # type: ignore[misc]
-    """Opens a trainer's model as segments, evaluates it in sweeps, and saves it."""
+    """Takes streamed steps in a Hugging Face trainer: ``class StreamedTrainer(StreamedTrainerMixin,
+    Trainer): pass``.
 
+    Made for ``transformers.Trainer``, for TRL's ``SFTTrainer``, ``DPOTrainer``, ``RewardTrainer``
+    and ``TPOTrainer``, and for trainers of your own whose ``compute_loss`` calls the model with one
+    batch. TRL's other trainers are refused: RLOO and distillation generate text with the model, KTO
+    calls it with a second batch, and GRPO has ``StreamedGRPOMixin``. Modules run in evaluation
+    mode, without dropout. With gradient accumulation all batches of a step run through a block
+    before the next block comes. The method of ``streamed`` says what is trained, and how:
+
+    - ``lora``, the default, and ``adamw`` or ``sgd`` of a model with an adapter train the adapter
+      by gradients, over a base that is only read. Losses, gradients and adapters are, bit for bit,
+      those of the trainer with the whole model and peft. The optimizer is the trainer's. DPO's
+      reference is the model with the adapter that training started from.
+    - ``adamw``, ``sgd``, ``lomo``, ``adalomo`` and ``badam`` without an adapter train all
+      parameters by gradients; with ``adamw``, ``optim`` may name another optimizer whose state
+      belongs to single parameters. ``max_grad_norm``, which trainers set to 1, takes a second
+      backward pass; 0 turns it off. Checkpoints have the state from which training goes on.
+    - ``zeroth-order`` and ``mezo`` take no gradient. If the trainer's loss is the model's own, over
+      labelled tokens, a step is ``engine.step(batch)``, bit for bit. Any other ``compute_loss``
+      runs when the sweep visits the head. DPO's reference is the base checkpoint.
+
+    Args:
+        model: A model directory, a hub id, or a model from ``open_checkpoint``. ``bf16=True`` or
+            ``fp16=True`` in ``args`` opens it in mixed precision.
+        args: The trainer's arguments.
+        streamed: The method and its options; by default those of ``default_arguments``.
+        peft_config: With a first-order method and a path: the adapter's config, or ``Adapter``.
+        options: Other options of the trainer, by name.
+
+    Raises:
+        OptionError: if an argument or one of TRL's trainers is not supported with the method, there
+            is no adapter for ``lora`` or there are two, or the model has another precision than the
+            arguments ask for.
+        ZO2Error: as ``open_checkpoint`` and ``Engine`` say.
+    """
+
+    default_arguments = StreamedArguments()
     # names of TRL's trainers that it supports
     trl_trainers: Sequence[str] = arguments.TRL_SUPPORTED
-    # of what is not supported, other than those of all mixins
+    # of what is not supported, other than with the method alone
     remedies: Mapping[str, str | None] = MappingProxyType({})
+    optimizer: Any
 
     def __init__(
         self,
         model: HFBlockModel | Path | str,
-        args: Any,
-        options: Mapping[str, Any],
-        adapter: Any = None,
+        args: Any = None,
+        *,
+        streamed: StreamedArguments | None = None,
+        peft_config: Any = None,
+        **options: Any,
     ) -> None:
+        given = self.default_arguments if streamed is None else streamed
+        kind = arguments.kind_of(given, has_adapter=_has_adapter(model, peft_config))
+        if kind is arguments.Kind.ADAPTER:
+            _require_one_adapter(model, peft_config)
+        else:
+            options["peft_config"] = peft_config
         args = arguments.given_or_default(args, type(self), model)
         arguments.require_supported(
-            type(self), args, options, trainers=self.trl_trainers, remedies=self.remedies
+            type(self),
+            args,
+            options,
+            trainers=self.trl_trainers,
+            remedies={**STEPS[kind].remedies, **self.remedies},
         )
+        options.pop("peft_config", None)
+        args = arguments.with_optimizer(args, given.method)
         args = arguments.with_precomputed_reference(args, options)
-        self.block_model = arguments.open_model(model, args, type(self), adapter)
+        if peft_config is not None and not isinstance(peft_config, Adapter):
+            peft_config = Adapter(config=peft_config, seed=args.seed)
+        self.block_model = arguments.open_model(model, args, type(self), peft_config)
         arguments.require_router_loss(self.block_model, args)
-        self._engine: Engine | None = None
+        self._method = STEPS[kind](self, given, self.block_model)
         # batches of an unfinished step, with gradient accumulation
         self._accumulated: list[Batch] = []
         self._swept: SweptBatches | None = None  # batches of the evaluation that is running
@@ -96,36 +129,51 @@ class StreamedTrainerMixin(_Trainer):  # type: ignore[misc]
         )
         skeleton.push_to_hub = _refuse_to_push
         super().__init__(model=skeleton, args=args, **options)
+        self._method.begin()
 
     @property
     def engine(self) -> Engine:
         """Engine that takes the steps, with the present weights."""
-        if self._engine is None:
-            self._engine = self._open_engine()
-        return self._engine
+        return self._method.engine
 
-    @abstractmethod
-    def _open_engine(self) -> Engine:
-        """Open the engine of the run."""
-
-    @abstractmethod
-    def _reference(self) -> AbstractContextManager[Engine]:
-        """The weights that training started from."""
-
-    @property
-    @abstractmethod
-    def _operations(self) -> int:
-        """Floating-point operations of a step for each parameter and token."""
-
-    def _write_state(self, directory: Path) -> None:
-        """Write what training needs to continue besides the model and the trainer's files.
-
-        By default nothing.
+    def rewind(self, journal: Journal) -> None:
+        """Continue from another version of a zeroth-order run: the last step of ``journal``, which
+        may be ``journal.until(step)``.
         """
+        if not isinstance(self._method, ZerothOrderTrainerSteps):
+            expected = "a run of zeroth-order steps, which are replayed"
+            found = f"a run of {self._method.given.method}"
+            raise OptionError("rewind", found, expected, "pass resume_from_checkpoint to train")
+        self._method.rewind(journal)
+        self._accumulated = []
 
-    @abstractmethod
+    def create_optimizer(self, *given: Any) -> Any:
+        """Create the optimizer; where the engine takes the steps, one whose learning rate the
+        schedule sets.
+        """
+        if self.optimizer is None:
+            self.optimizer = self._method.optimizer()
+        return super().create_optimizer(*given) if self.optimizer is None else self.optimizer
+
+    def _clip_grad_norm(self, model: nn.Module) -> Any:
+        return None if self._method.takes_steps else super()._clip_grad_norm(model)
+
+    def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> Any:
+        if self._method.takes_steps:
+            return self._method.grad_norm
+        return super()._get_grad_norm(model, grad_norm=grad_norm)
+
+    def get_decay_parameter_names(self, model: nn.Module) -> list[str]:
+        """Names of the parameters that decay."""
+        return self._method.decaying()
+
+    def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
+        self._method.before_checkpoint()
+        super()._save_checkpoint(model, trial)
+
     def _load(self, checkpoint: Path) -> None:
-        """Continue from a checkpoint."""
+        self._accumulated = []
+        self._method.load(checkpoint)
 
     def _load_from_checkpoint(
         self, resume_from_checkpoint: str, model: nn.Module | None = None
@@ -153,12 +201,8 @@ class StreamedTrainerMixin(_Trainer):  # type: ignore[misc]
         batches = self._accumulated
         self._accumulated = []
         return torch.tensor(
-            self._take_step(batches, self._loss(num_items_in_batch)), device=self.args.device
+            self._method.take(batches, self._loss(num_items_in_batch)), device=self.args.device
         )
-
-    @abstractmethod
-    def _take_step(self, batches: list[Batch], loss: TrainerLoss | None) -> float:
-        """Take a step with all its batches, and return its loss."""
 
     def evaluate(self, *arguments: Any, **options: Any) -> Any:
         """Evaluate, by default on the rows that the trainer was made with.
@@ -231,7 +275,7 @@ class StreamedTrainerMixin(_Trainer):  # type: ignore[misc]
         """
         if model is not self.model:
             return super().compute_ref_log_probs(model, inputs)
-        with self._reference() as reference:
+        with self._method.reference() as reference:
             return self._output(reference, self.compute_ref_log_probs, inputs)
 
     def _precompute_ref_logps(self, dataset: Any, name: str, batch_size: int) -> Any:
@@ -239,7 +283,7 @@ class StreamedTrainerMixin(_Trainer):  # type: ignore[misc]
             dataset, batch_size=batch_size, collate_fn=self.data_collator, shuffle=False
         )
         forward = CalledForward(self.block_model, self.compute_ref_log_probs)
-        with self._reference() as reference:
+        with self._method.reference() as reference:
             swept = SweptBatches(loader, reference, forward)
             chosen, rejected = zip(*(swept.output for _ in swept), strict=True)
         dataset = dataset.add_column("ref_chosen_logps", torch.cat(chosen).float().cpu().numpy())
@@ -251,7 +295,7 @@ class StreamedTrainerMixin(_Trainer):  # type: ignore[misc]
             spec.numel for layout in self.block_model.layouts for spec in layout.parameters
         )
         tokens: int = inputs[getattr(self.model, "main_input_name", "input_ids")].numel()
-        return self._operations * tokens * parameters
+        return self._method.operations * tokens * parameters
 
     def _save(
         self, output_dir: str | None = None, state_dict: Mapping[str, Any] | None = None
@@ -267,24 +311,20 @@ class StreamedTrainerMixin(_Trainer):  # type: ignore[misc]
         """
 
         def write(written: Path) -> None:
-            if is_checkpoint and not self._exports_checkpoints:
+            if is_checkpoint and not self._method.exports_checkpoints:
                 written.mkdir()
             else:
                 self.engine.export(written)
                 write_token_ids(self.model, written)
             if is_checkpoint:
-                self._write_state(written)
+                self._method.write_state(written)
             if with_settings:
                 if self.processing_class is not None:
                     self.processing_class.save_pretrained(written)
                 torch.save(self.args, written / "training_args.bin")
 
         save_files(directory, write)
-
-    @property
-    def _exports_checkpoints(self) -> bool:
-        """Whether checkpoints have the weights."""
-        return True
+        self._method.after_write(directory)
 
     def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
         """Leave the model where it is: the engine moves its segments."""
@@ -302,7 +342,9 @@ class StreamedTrainerMixin(_Trainer):  # type: ignore[misc]
         self.accelerator.native_amp, self.accelerator.scaler = False, None
 
     def _loss(self, num_items: Any) -> TrainerLoss | None:
-        """The trainer's loss as the objective of a step."""
+        """The trainer's loss as the objective of a step; None: it is the model's own."""
+        if self._method.is_models_own_loss():
+            return None
         adds_up = getattr(self, "loss_is_scaled_for_ga", None)  # a trainer may say so
         if adds_up is None:
             adds_up = (
@@ -315,394 +357,8 @@ class StreamedTrainerMixin(_Trainer):  # type: ignore[misc]
         )
 
 
-class EngineStepsMixin(StreamedTrainerMixin):
-    """A mixin whose engine takes the steps itself, at the learning rate of the trainer's
-    schedule.
-    """
-
-    _grad_norm: float | None = None  # of the last step
-    optimizer: Any
-
-    def _take_step(self, batches: list[Batch], loss: TrainerLoss | None) -> float:
-        """Take a step. See the base class."""
-        result = self.engine.step(batches, loss)
-        self._grad_norm = result.grad_norm
-        if self._grad_norm is None:
-            self._grad_norm = math.sqrt(math.fsum(grad * grad for grad in result.projected_grads))
-        return result.loss
-
-    def create_optimizer(self, model: nn.Module | None = None) -> Any:
-        """Create the optimizer whose learning rate the schedule sets.
-
-        The engine takes the steps.
-        """
-        if self.optimizer is None:
-            self.optimizer = torch.optim.SGD(
-                [torch.zeros(0, requires_grad=True)], lr=self.args.learning_rate
-            )
-        return self.optimizer
-
-    def _present_lr(self, step: int) -> float:
-        return float(self.optimizer.param_groups[0]["lr"])
-
-    def _clip_grad_norm(self, model: nn.Module) -> None:
-        return None
-
-    def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> float | None:
-        return self._grad_norm
-
-
-class ZOTrainerMixin(EngineStepsMixin):
-    """Gives a Hugging Face trainer zeroth-order steps: ``class ZOTrainer(ZOTrainerMixin, Trainer):
-    pass``.
-
-    Made for ``transformers.Trainer``, for TRL's ``SFTTrainer``, ``DPOTrainer``, ``RewardTrainer``
-    and ``TPOTrainer``, and for trainers of your own whose ``compute_loss`` calls the model with one
-    batch. TRL's other trainers are refused: GRPO, RLOO and distillation generate text with the
-    model, KTO calls it with a second batch.
-
-    If the trainer's loss is the model's own, over labelled tokens, a step is
-    ``engine.step(batch)``, bit for bit. Any other ``compute_loss`` runs when the sweep visits the
-    head. DPO's reference is the base checkpoint, whose log-probabilities are computed in a sweep at
-    the start.
-
-    Args:
-        model: A model directory, a hub id, or a model from ``open_checkpoint``. ``bf16=True`` or
-            ``fp16=True`` in ``args`` opens it in mixed precision.
-        args: The trainer's arguments.
-        zo: Arguments of the zeroth-order run.
-        options: Other options of the trainer, by name.
-
-    Raises:
-        OptionError: if an argument or one of TRL's trainers is not supported in zeroth-order runs,
-            or the model has another precision than the arguments ask for. ``max_grad_norm`` has no
-            effect: there is no gradient to clip.
-        ZO2Error: as ``open_checkpoint`` and ``Engine`` say.
-    """
-
-    def __init__(
-        self,
-        model: HFBlockModel | Path | str,
-        args: Any = None,
-        *,
-        zo: ZOArguments | None = None,
-        **options: Any,
-    ) -> None:
-        self.zo = ZOArguments() if zo is None else zo
-        self._journal = Journal()
-        super().__init__(model, args, options)
-        self._loss_was = self._loss_parts()
-
-    def _open_engine(self) -> Engine:
-        args, zo = self.args, self.zo
-        if zo.device is not None and torch.device(zo.device).type != args.device.type:
-            found = f"{zo.device}, while the trainer uses {args.device}"
-            raise OptionError(
-                "device", found, "the same kind of device", "leave it out, or pass use_cpu=True"
-            )
-        return zo.open_engine(
-            self.block_model,
-            self._journal,
-            lr=self._present_lr,
-            weight_decay=args.weight_decay,
-            seed=args.seed,
-            device=str(args.device),
-        )
-
-    def rewind(self, journal: Journal) -> None:
-        """Continue from another version of the run: the last step of ``journal``, which may be
-        ``journal.until(step)``.
-        """
-        if self._engine is not None:
-            self._engine.close()
-        self._engine = None
-        self._journal = journal
-        self._accumulated = []
-
-    @property
-    def _operations(self) -> int:
-        """Two for each evaluation; there is no backward pass."""
-        updates = self.engine.journal.updates
-        return 2 * len(updates[-1].evaluations) if updates else 0
-
-    def _loss(self, num_items: Any) -> TrainerLoss | None:
-        """The trainer's loss; None if it is the model's own, the mean over labelled tokens."""
-        return None if self._is_models_own_loss() else super()._loss(num_items)
-
-    def _is_models_own_loss(self) -> bool:
-        """Whether the trainer's loss is that of ``engine.step``, as trainer and model are now: what
-        decides may change from step to step.
-        """
-        method = type(self).compute_loss
-        has_routers = self.block_model.routers.are_asked_for
-        # Of several batches ``Trainer`` adds up the losses of routers, which are means.
-        sums_routers = has_routers and self.args.gradient_accumulation_steps > 1
-        is_own = method is Trainer.compute_loss and not sums_routers
-        name = f"{method.__module__}.{method.__qualname__}"
-        if name == "trl.trainer.sft_trainer.SFTTrainer.compute_loss":
-            # It leaves out the loss of routers that a model adds, and adds its own.
-            adds_routers = self.aux_loss_enabled or has_routers
-            is_own = self.args.loss_type == "nll" and not adds_routers
-        has_other = (
-            self.zo.trainer_loss
-            or "compute_loss" in vars(self)
-            or self.compute_loss_func is not None
-            or self.label_smoother is not None
-        )
-        is_replaced = self.block_model.is_loss_replaced or self._loss_parts() != self._loss_was
-        return is_own and not has_other and not is_replaced
-
-    def _loss_parts(self) -> Sequence[object]:
-        """The model's forward, and whether the trainer divides a loss by the tokens of all batches
-        of a step.
-        """
-        return self.block_model.skeleton.forward, self.model_accepts_loss_kwargs
-
-    @contextmanager
-    def _reference(self) -> Iterator[Engine]:
-        """The base checkpoint, without the steps taken so far."""
-        if self.engine.version == 0:
-            yield self.engine
-            return
-        journal = self.engine.journal
-        self.rewind(journal)  # closes the engine: only one engine at a time uses the model
-        base = journal.until(0)
-        device = str(self.args.device)
-        with Engine(
-            self.block_model, journal=base, device=device, memory=self.zo.memory
-        ) as reference:
-            yield reference
-
-    @property
-    def _exports_checkpoints(self) -> bool:
-        return self.zo.export_checkpoints
-
-    def _write(self, directory: Path, **options: Any) -> None:
-        """Write the journal last: a kill between weights and journal leaves the earlier journal
-        whole.
-        """
-        super()._write(directory, **options)
-        copy_journal(self.engine.journal, directory / JOURNAL)
-
-    def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
-        # A second call of train counts global_step from 0 again.
-        self.state.stateful_callbacks[_SAVED] = {
-            "args": {},
-            "attributes": {_VERSION: self.engine.version},
-        }
-        super()._save_checkpoint(model, trial)
-
-    def _load(self, checkpoint: Path) -> None:
-        """Continue from the journal, which must end at the step in the trainer's state."""
-        path = checkpoint / TRAINER_STATE_NAME
-        version = None
-        if path.is_file():
-            state = TrainerState.load_from_json(str(path))
-            saved = state.stateful_callbacks.get(
-                _SAVED, {"attributes": {_VERSION: state.global_step}}
-            )
-            version = int(saved["attributes"][_VERSION])
-        self.rewind(read_journal(checkpoint / JOURNAL, version))
-
-
-class FullBackpropTrainerMixin(EngineStepsMixin):
-    """Trains all parameters by gradients: ``class FullTrainer(FullBackpropTrainerMixin, Trainer):
-    pass``.
-
-    ``optim`` names the optimizer, as for any trainer: ``lomo``, ``adalomo``, or one of torch's
-    whose state belongs to single parameters. Losses and weights are, bit for bit, those of the
-    trainer with the whole model. With gradient accumulation all batches of a step run through a
-    block before the next block comes. Modules run in evaluation mode, without dropout.
-    ``max_grad_norm``, which trainers set to 1, takes a second backward pass; 0 turns it off.
-    Checkpoints have the model, the state from which training goes on, and the trainer's own files.
-
-    Args:
-        model: A model directory, a hub id, or a model from ``open_checkpoint``. ``bf16=True`` or
-            ``fp16=True`` in ``args`` opens it in mixed precision.
-        args: The trainer's arguments.
-        memory: How much memory the process may use.
-        options: Other options of the trainer, by name.
-
-    Raises:
-        OptionError: if an argument is not supported.
-        ZO2Error: as ``open_checkpoint`` and ``Engine`` say.
-    """
-
-    remedies = arguments.FULL
-    _operations = 8  # two forward passes, and the gradients of activations and weights
-
-    def __init__(
-        self,
-        model: HFBlockModel | Path | str,
-        args: Any = None,
-        *,
-        memory: MemoryPolicy = MemoryPolicy(),
-        **options: Any,
-    ) -> None:
-        self._memory = memory
-        super().__init__(model, args, options)
-
-    def _open_engine(self) -> Engine:
-        args = self.args
-        method = FirstOrder(self._update(), lr=self._present_lr, clip=args.max_grad_norm or None)
-        return Engine(self.block_model, method, device=str(args.device), memory=self._memory)
-
-    def _update(self) -> BlockUpdate:
-        """The optimizer that the arguments name."""
-        args = self.args
-        if args.optim in {"lomo", "adalomo"}:
-            return (LOMO if args.optim == "lomo" else AdaLOMO)(weight_decay=args.weight_decay)
-        kind, options = Trainer.get_optimizer_cls_and_kwargs(args)
-        decaying = frozenset(self.get_decay_parameter_names(self.model))
-
-        def make(named: list[tuple[str, nn.Parameter]]) -> Any:
-            groups = (
-                {
-                    "params": [value for name, value in named if name in decaying],
-                    "weight_decay": args.weight_decay,
-                },
-                {
-                    "params": [value for name, value in named if name not in decaying],
-                    "weight_decay": 0.0,
-                },
-            )
-            return kind([group for group in groups if group["params"]], **options)
-
-        return TorchOptimizer(make, by_name=True)
-
-    def get_decay_parameter_names(self, model: nn.Module) -> list[str]:
-        """Names of the parameters that decay, as the trainer chooses them from the whole model."""
-        with torch.device("meta"):
-            whole = type(self.block_model.skeleton)(
-                AutoConfig.for_model(**self.block_model.config.to_dict())
-            )
-        names: list[str] = Trainer.get_decay_parameter_names(self, whole)
-        return names
-
-    @contextmanager
-    def _reference(self) -> Iterator[Engine]:
-        """The base checkpoint, before the first step."""
-        if self.engine.version > 0:
-            steps = self.engine.version
-            found = (
-                f"a reference that is needed after {steps} steps, when the base's weights have "
-                "changed"
-            )
-            expected = "reference log-probabilities that are computed before the first step"
-            raise OptionError(
-                "ref_model",
-                found,
-                expected,
-                "pass these rows as eval_dataset when the trainer is made, or train an adapter",
-            )
-        yield self.engine
-
-    def _write_state(self, directory: Path) -> None:
-        """Write weights, optimizer states and the number of steps."""
-        _snapshots(directory).write(Snapshot(self.engine.version, self.engine.state_dict()))
-
-    def _load(self, checkpoint: Path) -> None:
-        snapshots = _snapshots(checkpoint)
-        self.engine.load_state_dict(snapshots.read(max(snapshots.steps, default=0)).state)
-
-
-class BackpropTrainerMixin(StreamedTrainerMixin):
-    """Trains an adapter by gradients: ``class FirstOrderTrainer(BackpropTrainerMixin, Trainer):
-    pass``.
-
-    Made for the same trainers as ``ZOTrainerMixin``. Losses, gradients and adapters are, bit for
-    bit, those of the trainer with the whole model and peft. The optimizer is the trainer's; the
-    base is only read. With gradient accumulation all batches of a step run through a block before
-    the next block is loaded. Modules run in evaluation mode, without dropout. Checkpoints have the
-    adapter as peft writes it and the trainer's own files. DPO's reference is the model with the
-    adapter that training started from.
-
-    Args:
-        model: A model directory, a hub id, or what ``open_checkpoint(model, adapter=...)``
-            returned.
-        args: The trainer's arguments.
-        peft_config: The adapter's config, or ``Adapter``; None where ``model`` was opened with one.
-        memory: How much memory the process may use.
-        options: Other options of the trainer, by name.
-
-    Raises:
-        OptionError: if there is no adapter or there are two, or an argument is not supported.
-        ZO2Error: as ``open_checkpoint`` and ``Engine`` say.
-    """
-
-    remedies = arguments.ADAPTER
-    _operations = 6  # two forward passes, and the gradients of activations
-
-    def __init__(
-        self,
-        model: HFBlockModel | Path | str,
-        args: Any = None,
-        *,
-        peft_config: Any = None,
-        memory: MemoryPolicy = MemoryPolicy(),
-        **options: Any,
-    ) -> None:
-        if (peft_config is None) == isinstance(model, (str, Path)):
-            found = "none" if peft_config is None else f"one with an opened {type(model).__name__}"
-            expected = "an adapter's config with a path, and none with an opened model"
-            remedy = (
-                "pass model=PATH, peft_config=LoraConfig(...), or model=open_checkpoint(PATH, "
-                "adapter=...) alone"
-            )
-            raise OptionError("peft_config", found, expected, remedy)
-        args = arguments.given_or_default(args, type(self), model)
-        if peft_config is not None and not isinstance(peft_config, Adapter):
-            peft_config = Adapter(config=peft_config, seed=args.seed)
-        self._memory = memory
-        # the adapter's parameters when training began, by name
-        self._initial: dict[str, torch.Tensor] = {}
-        super().__init__(model, args, options, peft_config)
-        skeleton: Any = self.block_model.skeleton
-        skeleton.parameters = lambda recurse=True: iter(self.engine.parameters.values())
-        skeleton.named_parameters = lambda *_, **__: iter(self.engine.parameters.items())
-
-    def _open_engine(self) -> Engine:
-        engine = Engine(
-            self.block_model, FirstOrder(None), device=str(self.args.device), memory=self._memory
-        )
-        self._initial = _copies(engine)
-        return engine
-
-    def _take_step(self, batches: list[Batch], loss: TrainerLoss | None) -> float:
-        """Add the step's gradients to those of the adapter: the trainer's optimizer takes the
-        step.
-        """
-        if callable(to_training := getattr(self.optimizer, "train", None)):
-            # schedule-free optimizers
-            to_training()
-        return self.engine.gradients(batches, loss)
-
-    def get_decay_parameter_names(self, model: nn.Module) -> list[str]:
-        """Names of the adapter's parameters that decay: those of neither biases nor norms."""
-        return [name for name in self.engine.parameters if not _NO_DECAY.search(name.lower())]
-
-    @contextmanager
-    def _reference(self) -> Iterator[Engine]:
-        engine = self.engine
-        present = _copies(engine)
-        engine.load_parameters(self._initial)
-        try:
-            yield engine
-        finally:
-            engine.load_parameters(present)
-
-    def _load(self, checkpoint: Path) -> None:
-        """Load the adapter of a checkpoint."""
-        model, engine = self.block_model, self.engine
-        assert isinstance(model, PeftBlockModel), "the constructor has required an adapter"
-        values = read_values(
-            checkpoint / WEIGHTS_FILE, model.adapter.parameters, model.adapter.tensors
-        )
-        engine.load_parameters({name: values[name] for name in engine.parameters})
-
-
-class BackpropGRPOMixin(BackpropTrainerMixin):
-    """GRPO with an adapter: ``class FirstOrderGRPOTrainer(BackpropGRPOMixin, trl.GRPOTrainer):
+class StreamedGRPOMixin(StreamedTrainerMixin):
+    """GRPO with an adapter: ``class StreamedGRPOTrainer(StreamedGRPOMixin, trl.GRPOTrainer):
     pass``.
 
     Completions of all prompts of a step are generated together, one token a sweep. Loss, options,
@@ -712,18 +368,28 @@ class BackpropGRPOMixin(BackpropTrainerMixin):
     from those that ``generate`` samples.
 
     Args:
-        model, args, peft_config, memory, options: As for ``BackpropTrainerMixin``.
+        model, args, streamed, peft_config, options: As for ``StreamedTrainerMixin``.
 
     Raises:
         OptionError: if an argument needs vLLM or the whole model in memory, or is not supported for
             another reason.
-        ZO2Error: as for ``BackpropTrainerMixin``.
+        ZO2Error: as for ``StreamedTrainerMixin``.
     """
 
     trl_trainers = ("GRPOTrainer",)
     remedies = arguments.GRPO
 
-    def __init__(self, model: Any, args: Any = None, **options: Any) -> None:
+    def __init__(
+        self,
+        model: Any,
+        args: Any = None,
+        *,
+        streamed: StreamedArguments | None = None,
+        **options: Any,
+    ) -> None:
+        if streamed is not None and streamed.optimizer not in OF_ADAPTERS:
+            expected = "lora, or another method that trains an adapter by gradients"
+            raise OptionError("method", streamed.method, expected, "leave it out")
         accumulated = getattr(args, "gradient_accumulation_steps", 1)
         generations = getattr(args, "steps_per_generation", None) or accumulated
         if generations > accumulated:
@@ -731,7 +397,7 @@ class BackpropGRPOMixin(BackpropTrainerMixin):
             raise OptionError(
                 "steps_per_generation", str(generations), expected, arguments.ONE_UPDATE
             )
-        super().__init__(model, args, **options)
+        super().__init__(model, args, streamed=streamed, **options)
 
     def training_step(
         self, model: nn.Module, inputs: Any, num_items_in_batch: Any = None
@@ -790,6 +456,22 @@ class BackpropGRPOMixin(BackpropTrainerMixin):
             None,
             None,
         )
+
+
+class ZOTrainerMixin(StreamedTrainerMixin):
+    """A ``StreamedTrainerMixin`` whose method is by default ``zeroth-order``."""
+
+    default_arguments = StreamedArguments(method="zeroth-order")
+
+
+class FullBackpropTrainerMixin(StreamedTrainerMixin):
+    """A ``StreamedTrainerMixin`` whose method is by default ``adamw``, for all parameters."""
+
+    default_arguments = StreamedArguments(method="adamw")
+
+
+BackpropTrainerMixin = StreamedTrainerMixin  # whose method is by default lora
+BackpropGRPOMixin = StreamedGRPOMixin
 
 
 class SweptBatches:
@@ -895,13 +577,21 @@ def batch_tensors(inputs: Mapping[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in inputs.items() if key not in _FLASH_ATTENTION_KEYS}
 
 
-def _copies(engine: Engine) -> dict[str, torch.Tensor]:
-    return {name: value.detach().clone() for name, value in engine.parameters.items()}
+def _has_adapter(model: object, peft_config: object) -> bool:
+    """Whether an adapter is trained, that of the model or a new one."""
+    return peft_config is not None or isinstance(model, PeftBlockModel)
 
 
-def _snapshots(directory: Path) -> Snapshots:
-    """The snapshot in a trainer's checkpoint, which has no journal beside it."""
-    return Snapshots(directory, lambda step: 0, lambda step, name: None)
+def _require_one_adapter(model: object, peft_config: object) -> None:
+    """Refuse a path without an adapter's config, and an opened model with another one."""
+    if (peft_config is None) == isinstance(model, (str, Path)):
+        found = "none" if peft_config is None else f"one with an opened {type(model).__name__}"
+        expected = "an adapter's config with a path, and none with an opened model"
+        remedy = (
+            "pass model=PATH, peft_config=LoraConfig(...), or model=open_checkpoint(PATH, "
+            "adapter=...) alone"
+        )
+        raise OptionError("peft_config", found, expected, remedy)
 
 
 def _refuse_to_push(*_: Any, **__: Any) -> None:

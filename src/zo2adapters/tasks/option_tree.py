@@ -8,18 +8,24 @@ from them.
 
 from __future__ import annotations
 
+import ast
+import inspect
+import itertools
 import math
+import textwrap
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import MISSING, fields, is_dataclass, replace
 from enum import Enum
 from functools import cache, partial
 from pathlib import Path
+from types import UnionType
 from typing import (
     Annotated,
     Any,
     Literal,
     NamedTuple,
     TypeAlias,
+    Union,
     get_args,
     get_origin,
     get_type_hints,
@@ -177,6 +183,42 @@ def declared(options: Any) -> Iterator[Declared]:
         kind, *marks = get_args(hint) if get_origin(hint) is Annotated else [hint]
         default = getattr(options, field.name, MISSING)
         yield Declared(owner, field.name, kind, default, tuple(marks))
+
+
+def kinds_of(hint: Any) -> tuple[Any, ...]:
+    """The types of which a value of this type is one."""
+    return get_args(hint) if get_origin(hint) in {Union, UnionType} else (hint,)
+
+
+def named_values(hint: Any) -> dict[str, Any]:
+    """The values of a type that have a name, such as those of an enumeration."""
+    names = dict[str, Any]()
+    for kind in kinds_of(hint):
+        if get_origin(kind) is Literal:
+            names |= {str(value): value for value in get_args(kind)}
+        elif isinstance(kind, type) and issubclass(kind, Enum):
+            names |= {str(member.value): member for member in kind}
+    return names
+
+
+@cache
+def docstrings(options: type) -> Mapping[str, str]:
+    """The docstring below each field of a dataclass, also of its bases, by the field's name."""
+    texts: dict[str, str] = {}
+    for base in reversed(options.__mro__):
+        texts |= dict(_docstrings(base)) if is_dataclass(base) else {}
+    return texts
+
+
+def _docstrings(options: type) -> Iterator[tuple[str, str]]:
+    [definition] = ast.parse(textwrap.dedent(inspect.getsource(options))).body
+    assert isinstance(definition, ast.ClassDef)
+    for field, docstring in itertools.pairwise(definition.body):
+        match field, docstring:
+            case ast.AnnAssign(target=ast.Name(id=name)), ast.Expr(
+                value=ast.Constant(value=str(text))
+            ):
+                yield name, inspect.cleandoc(text)
 
 
 def leaves(options: object) -> Iterator[tuple[str, Any, Any]]:

@@ -7,7 +7,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 from enum import Enum
 from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -127,7 +127,18 @@ class Noise(Enum):
 
 
 @dataclass(frozen=True, kw_only=True)
-class StepSize:
+class PerturbationScale:
+    """How far the weights are perturbed."""
+
+    zo_eps: Annotated[float, Option("method", Change.BRANCH, ZEROTH, number(above=0))] = 1e-3
+    """Perturbation scale.
+
+    The loss is evaluated at the weights plus and minus zo_eps times a random direction.
+    """
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepSize(PerturbationScale):
     """How far a step moves the weights."""
 
     lr: Annotated[
@@ -137,11 +148,6 @@ class StepSize:
 
     By default 2e-4 with lora, and 1e-6 with mezo and zeroth-order, which suits large models. Other
     methods have no default.
-    """
-    zo_eps: Annotated[float, Option("method", Change.BRANCH, ZEROTH, number(above=0))] = 1e-3
-    """Perturbation scale.
-
-    The loss is evaluated at the weights plus and minus zo_eps times a random direction.
     """
     weight_decay: Annotated[float, Option("schedule", Change.BRANCH)] = 0.0
     """Weight decay of the optimizer, for all trained parameters.
@@ -177,15 +183,31 @@ def _above(option: str, value: float, most: float, why: str) -> Refusal:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Optimization(StepSize):
-    """How a step moves the weights."""
+class StepMethod:
+    """What is trained, and how."""
 
     method: Annotated[MethodName, Option("method")] = "lora"
     """What is trained, and how. lora: a new LoRA adapter, by AdamW. adamw, sgd, lomo, adalomo and
     badam: all parameters, by gradients. zeroth-order: all parameters, without gradients; mezo: the
-    same with MeZO's bits. All but lomo, adalomo and badam train the adapter of --adapter or
-    --lora-rank instead, if there is one.
+    same with MeZO's bits. All but lomo, adalomo and badam train an adapter instead, if there is
+    one.
     """
+
+    @property
+    def optimizer(self) -> OptimizerName | None:
+        """The optimizer of first-order steps; None: steps are zeroth-order."""
+        return optimizer_of(self.method)
+
+    @property
+    def is_exact(self) -> bool:
+        """Whether steps have the bits of MeZO."""
+        return self.method == "mezo"
+
+
+@dataclass(frozen=True, kw_only=True)
+class ZerothOrderSteps(StepMethod, PerturbationScale):
+    """How zeroth-order steps estimate a gradient."""
+
     estimator: Annotated[EstimatorName, Option("method", Change.BRANCH, ESTIMATED)] = (
         EstimatorName.MEZO
     )
@@ -226,10 +248,6 @@ class Optimization(StepSize):
     With --queries the rows are divided among so many directions. With --rank all rows run as one
     batch.
     """
-    decay: Annotated[Decay, Option("schedule", Change.BRANCH)] = Decay.CONSTANT
-    """Shape of the learning rate's decay after the warm-up."""
-    warmup_steps: Annotated[int, Option("schedule", Change.BRANCH)] = 0
-    """Steps over which the learning rate rises linearly."""
     clip_grad: Annotated[float | None, Option("method", Change.BRANCH, ZEROTH)] = None
     """Clip projected gradients, those of zeroth-order steps, to this absolute value."""
     clip_median: Annotated[float | None, Option("method", Change.BRANCH, ZEROTH)] = None
@@ -240,63 +258,6 @@ class Optimization(StepSize):
     """Skip steps whose losses are far outside the recent range, and stop a run whose loss has
     diverged.
     """
-
-    max_grad_norm: Annotated[
-        float | None, Option("method", effect=GRADIENTS, check=number(above=0))
-    ] = None
-    """With a first-order --method: largest 2-norm of all gradients together; larger ones are scaled
-    down to it.
-
-    Where all parameters are trained, it takes a second backward pass, except with badam.
-    """
-    max_grad_value: Annotated[
-        float | None, Option("method", effect=FULL, check=number(above=0))
-    ] = None
-    """With a first-order --method, for all parameters: largest absolute value of a gradient's
-    elements; larger ones are cut to it.
-    """
-    switch_every: Annotated[int | None, Option("method", effect=BADAM, check=whole(1))] = None
-    """With --method badam: steps for which one block is trained before the next one's turn.
-
-    By default 50.
-    """
-    stream_blocks: Annotated[bool, Option("method", effect=FULL)] = False
-    """With a first-order --method and no adapter: stream blocks from disk, for a model that is
-    larger than memory. With badam a block is written once, when its turn ends; with other methods
-    each step writes all changed blocks and their optimizer states, and --snapshot-every says how
-    often they are committed, by default at each step. More than 1.2 TB in 1,000 steps have to be
-    allowed by --write-limit-tb.
-    """
-    loss_scaling: Annotated[bool, Option("method", effect=FULL)] = False
-    """With a first-order --method and no adapter: scale the loss, so that small gradients do not
-    vanish in float16, by the rules of torch.amp.GradScaler. Steps whose gradients overflow are
-    skipped. It takes a second backward pass.
-    """
-    delayed_update: Annotated[bool, Option("method", effect=FULL_ADAMW)] = False
-    """With --method adamw and no adapter: change the weights one step late, so that the host
-    updates while the device computes the next step, as ZeRO-Offload does. This is another run:
-    gradients are those of weights one step older.
-    """
-    state_bits: Annotated[int, Option("method", effect=FULL_ADAMW, check=_bits)] = 32
-    """With --method adamw and no adapter: 8 keeps the moments in 8 bits, by bitsandbytes'
-    AdamW8bit, in a quarter of the memory.
-    """
-    betas: Annotated[tuple[float, float] | None, Option("method", effect=ADAMW, check=rates)] = None
-    """With --method lora or adamw: decay rates of the running means of gradients and of their
-    squares; by default 0.9 and 0.999.
-    """
-    momentum: Annotated[float | None, Option("method", effect=SGD, check=rates)] = None
-    """With --method sgd: factor by which the previous change is repeated; by default 0."""
-
-    @property
-    def optimizer(self) -> OptimizerName | None:
-        """The optimizer of first-order steps; None: steps are zeroth-order."""
-        return optimizer_of(self.method)
-
-    @property
-    def is_exact(self) -> bool:
-        """Whether steps have the bits of MeZO."""
-        return self.method == "mezo"
 
     def generator(self) -> NoiseGenerator | None:
         """Generator of the directions; None leaves the choice to the engine, which draws MeZO's
@@ -378,8 +339,16 @@ class Optimization(StepSize):
             ),
         )
 
-    def estimator_of(self, steps: int, rows: int = 1) -> ZOEstimator:
-        """The estimator of a run, with the clipping and the guard that the options ask for."""
+    def estimator_of(
+        self, lr: Callable[[int], float], weight_decay: float, rows: int = 1
+    ) -> ZOEstimator:
+        """The estimator of a run, with the clipping and the guard that the options ask for.
+
+        Args:
+            lr: The learning rate of a 0-based step.
+            weight_decay: MeZO's weight decay.
+            rows: Rows of a batch.
+        """
         from zo2core import Clipped, Guarded
 
         classes, q = self._classes, self.queries
@@ -392,21 +361,63 @@ class Optimization(StepSize):
         known = {option.name for option in fields(kind)}  # type: ignore[arg-type]
         given = {"q": q, "perturb_in_place": self.is_exact, "fitness": self.fitness}
         options = {name: value for name, value in given.items() if name in known}
-        # An invalid peak is refused here, before the schedule is made from it.
-        estimator = kind(
-            lr=self.rate, zo_eps=self.zo_eps, weight_decay=self.weight_decay, **options
+        estimator: ZOEstimator = kind(
+            lr=lr, zo_eps=self.zo_eps, weight_decay=weight_decay, **options
         )
-        self.require_sane()
-        scheduled: ZOEstimator = replace(estimator, lr=self.learning_rate(steps))
         if self.clip_grad is not None or self.clip_median is not None:
-            scheduled = Clipped(estimator=scheduled, value=self.clip_grad, medians=self.clip_median)
-        return Guarded(estimator=scheduled) if self.guard else scheduled
+            estimator = Clipped(estimator=estimator, value=self.clip_grad, medians=self.clip_median)
+        return Guarded(estimator=estimator) if self.guard else estimator
 
-    def learning_rate(self, steps: int) -> LearningRate:
-        """The learning rate of each of so many steps."""
-        return LearningRate(
-            peak=self.rate, decay=self.decay, warmup_steps=self.warmup_steps, steps=steps
-        )
+
+@dataclass(frozen=True, kw_only=True)
+class BlockUpdates(StepMethod):
+    """How a first-order step changes all parameters."""
+
+    max_grad_value: Annotated[
+        float | None, Option("method", effect=FULL, check=number(above=0))
+    ] = None
+    """With a first-order --method, for all parameters: largest absolute value of a gradient's
+    elements; larger ones are cut to it.
+    """
+    switch_every: Annotated[int | None, Option("method", effect=BADAM, check=whole(1))] = None
+    """With --method badam: steps for which one block is trained before the next one's turn.
+
+    By default 50.
+    """
+    loss_scaling: Annotated[bool, Option("method", effect=FULL)] = False
+    """With a first-order --method and no adapter: scale the loss, so that small gradients do not
+    vanish in float16, by the rules of torch.amp.GradScaler. Steps whose gradients overflow are
+    skipped. It takes a second backward pass.
+    """
+
+
+@dataclass(frozen=True, kw_only=True)
+class FirstOrderSteps(BlockUpdates):
+    """How first-order steps are taken."""
+
+    max_grad_norm: Annotated[
+        float | None, Option("method", effect=GRADIENTS, check=number(above=0))
+    ] = None
+    """With a first-order --method: largest 2-norm of all gradients together; larger ones are scaled
+    down to it.
+
+    Where all parameters are trained, it takes a second backward pass, except with badam.
+    """
+    delayed_update: Annotated[bool, Option("method", effect=FULL_ADAMW)] = False
+    """With --method adamw and no adapter: change the weights one step late, so that the host
+    updates while the device computes the next step, as ZeRO-Offload does. This is another run:
+    gradients are those of weights one step older.
+    """
+    state_bits: Annotated[int, Option("method", effect=FULL_ADAMW, check=_bits)] = 32
+    """With --method adamw and no adapter: 8 keeps the moments in 8 bits, by bitsandbytes'
+    AdamW8bit, in a quarter of the memory.
+    """
+    betas: Annotated[tuple[float, float] | None, Option("method", effect=ADAMW, check=rates)] = None
+    """With --method lora or adamw: decay rates of the running means of gradients and of their
+    squares; by default 0.9 and 0.999.
+    """
+    momentum: Annotated[float | None, Option("method", effect=SGD, check=rates)] = None
+    """With --method sgd: factor by which the previous change is repeated; by default 0."""
 
     @property
     def optimizer_options(self) -> dict[str, Any]:
@@ -442,3 +453,31 @@ class Optimization(StepSize):
             factory = partial(optimizers.AdamW8bit, weight_decay=weight_decay, **options)
             update = TorchOptimizer(factory, options={**update.options, "state_bits": 8})
         return Delayed(update) if self.delayed_update else update
+
+
+@dataclass(frozen=True, kw_only=True)
+class Optimization(FirstOrderSteps, ZerothOrderSteps, StepSize):
+    """How a step moves the weights."""
+
+    decay: Annotated[Decay, Option("schedule", Change.BRANCH)] = Decay.CONSTANT
+    """Shape of the learning rate's decay after the warm-up."""
+    warmup_steps: Annotated[int, Option("schedule", Change.BRANCH)] = 0
+    """Steps over which the learning rate rises linearly."""
+    stream_blocks: Annotated[bool, Option("method", effect=FULL)] = False
+    """With a first-order --method and no adapter: stream blocks from disk, for a model that is
+    larger than memory. With badam a block is written once, when its turn ends; with other methods
+    each step writes all changed blocks and their optimizer states, and --snapshot-every says how
+    often they are committed, by default at each step. More than 1.2 TB in 1,000 steps have to be
+    allowed by --write-limit-tb.
+    """
+
+    def scheduled_estimator(self, steps: int, rows: int = 1) -> ZOEstimator:
+        """The estimator of a run of so many steps."""
+        self.require_sane()
+        return self.estimator_of(self.learning_rate(steps), self.weight_decay, rows)
+
+    def learning_rate(self, steps: int) -> LearningRate:
+        """The learning rate of each of so many steps."""
+        return LearningRate(
+            peak=self.rate, decay=self.decay, warmup_steps=self.warmup_steps, steps=steps
+        )

@@ -303,16 +303,22 @@ DEFAULT_LENGTH = 1024  # longest row in tokens, unless the model's limit is lowe
 
 
 @dataclass(frozen=True, kw_only=True)
-class Batching:
-    """How rows become batches."""
+class MicroBatches:
+    """How many rows of a batch run at a time."""
 
-    batch_size: Annotated[int, Option("data", check=whole(1, MOST_ROWS))] = 16
-    """Rows per batch."""
     micro_batch_size: Annotated[int | None, Option("data", check=whole(1))] = None
     """Rows that run at a time, if a whole batch does not fit in memory.
 
     Each block is still read once for all rows.
     """
+
+
+@dataclass(frozen=True, kw_only=True)
+class Batching(MicroBatches):
+    """How rows become batches."""
+
+    batch_size: Annotated[int, Option("data", check=whole(1, MOST_ROWS))] = 16
+    """Rows per batch."""
     loss_chunk: Annotated[int | None, Option("data", check=whole(1))] = None
     """Labelled tokens whose logits are in memory at a time.
 
@@ -354,18 +360,13 @@ TrackerName: TypeAlias = Literal["none", "tensorboard", "wandb"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Resources:
-    """Limits on what a process uses of this machine."""
+class MemoryLimits:
+    """Limits on the memory that a process uses."""
 
     memory: Annotated[str, Option("memory", Change.RESUME, check=size)] = "auto"
     """Host memory the process may use in total, such as 6GiB; auto uses what is free.
 
     Blocks that do not fit are streamed from disk.
-    """
-    device: Annotated[str, Option("memory")] = "cpu"
-    """Device to compute on: cpu, cuda or cuda:N.
-
-    A resumed run keeps its device, since a GPU rounds differently.
     """
     device_memory: Annotated[str, Option("memory", Change.RESUME, check=size)] = "auto"
     """Device memory the run may use, such as 8GiB; auto uses what is free.
@@ -375,7 +376,36 @@ class Resources:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Storage(Resources):
+class ChosenDevice:
+    """Where a run is computed."""
+
+    device: Annotated[str, Option("memory")] = "cpu"
+    """Device to compute on: cpu, cuda or cuda:N.
+
+    A resumed run keeps its device, since a GPU rounds differently.
+    """
+
+
+@dataclass(frozen=True, kw_only=True)
+class Resources(ChosenDevice, MemoryLimits):
+    """What a process uses of this machine."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ActivationMemory:
+    """How much of the memory is for activations."""
+
+    activation_memory: Annotated[
+        str | None, Option("memory", Change.RESUME, check=size, unchecked=(None,))
+    ] = None
+    """Memory reserved for activations, such as 1GiB, in host memory on the CPU and in device memory
+    on a GPU. Evaluations process as many batches in a pass over the blocks as fit in it. By default
+    it is what a step needs.
+    """
+
+
+@dataclass(frozen=True, kw_only=True)
+class Storage(ActivationMemory, Resources):
     """Where the weights are kept, and how often they are written."""
 
     write_back_every: Annotated[
@@ -400,13 +430,6 @@ class Storage(Resources):
     With first-order steps: steps between two snapshots; by default one a minute is taken, or fewer
     if they took more than 2 % of the time.
     """
-    activation_memory: Annotated[
-        str | None, Option("memory", Change.RESUME, check=size, unchecked=(None,))
-    ] = None
-    """Memory reserved for activations, such as 1GiB, in host memory on the CPU and in device memory
-    on a GPU. Evaluations process as many batches in a pass over the blocks as fit in it. By default
-    it is what a step needs.
-    """
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -427,7 +450,15 @@ class Execution:
 
 
 @dataclass(frozen=True, kw_only=True)
-class RunOptions:
+class Seeded:
+    """What a run's random numbers follow from."""
+
+    seed: Annotated[int, Option("schedule", check=whole(-LARGEST_WHOLE))] = 0
+    """Seed of the order of rows, of random directions, and of the first values of a new adapter."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunOptions(Seeded):
     """Optional settings of a fine-tuning run."""
 
     evaluation: Annotated[Path | None, Option("evaluation", Change.MOVED)] = None
@@ -468,8 +499,6 @@ class RunOptions:
 
     Each takes the time of three or four forward passes, or of two per query without gradients.
     """
-    seed: Annotated[int, Option("schedule", check=whole(-LARGEST_WHOLE))] = 0
-    """Seed of the order of rows, of random directions, and of the first values of a new adapter."""
     rows: RowOptions = field(default_factory=RowOptions)
     rewards: RewardOptions = field(default_factory=RewardOptions)
     model_options: RunModelOptions = field(default_factory=RunModelOptions)
@@ -679,7 +708,7 @@ class TrainOptions(RunOptions):
 
     def estimator(self) -> ZOEstimator:
         """The estimator of the run, with its clipping and guard."""
-        return self.optimization.estimator_of(self.scheduled_steps, self.batching.batch_size)
+        return self.optimization.scheduled_estimator(self.scheduled_steps, self.batching.batch_size)
 
     def learning_rate(self) -> LearningRate:
         """The learning rate of each step."""
