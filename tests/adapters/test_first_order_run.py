@@ -24,7 +24,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 from zo2adapters import Adapter, open_checkpoint
 from zo2adapters.tasks.rows import RowReader, collate, training_batches
 from zo2adapters.trainers import checked_json
-from zo2adapters.trainers.methods import LARGEST_SHARE, GradientRun, SnapshotPolicy
+from zo2adapters.trainers.methods import KEPT_FREE, LARGEST_SHARE, SnapshotPolicy
 from zo2core import EngineOptions, FirstOrder, Journal, MemoryPolicy
 from zo2core.build import RunInputs, request_of
 from zo2core.errors import MemoryBudgetError
@@ -638,7 +638,7 @@ def test_plan_counts_inputs_that_have_no_room(here: Path, monkeypatch: pytest.Mo
     on_disk, smallest, memory = laid_out_as_on_disk(model.layouts, model.weights), 0, 1 << 30
     with suppress(MemoryBudgetError):
         while True:
-            policy = MemoryPolicy(host=memory, kept_free=GradientRun.kept_free)
+            policy = MemoryPolicy(host=memory, kept_free=KEPT_FREE)
             request = RunRequest(layouts=model.layouts, on_disk=on_disk, memory=policy)
             smallest = plan_host(request, Machine(), reserved, further).nbytes
             memory = smallest - 1

@@ -44,13 +44,14 @@ from zo2adapters.trainers.methods import StepMemory, method_of
 from zo2adapters.trainers.metrics import progress
 from zo2adapters.trainers.optimization import Optimization
 from zo2adapters.trainers.options import Batching, TrainOptions
+from zo2adapters.trainers.preparation import fitting_plan
 from zo2adapters.trainers.process import (
     KEPT,
     keep_freed_memory,
     keeps_memory,
     with_kept_memory,
 )
-from zo2adapters.trainers.run_inputs import RowShapes
+from zo2adapters.trainers.run_inputs import RowShapes, RunStart
 from zo2adapters.trainers.run_plan import plan_run
 from zo2core import (
     LOMO,
@@ -157,7 +158,8 @@ def reserved_bytes(
         "batching": Batching(micro_batch_size=micro_rows),
     }
     options = TrainOptions(model="base", data=Path("rows"), output=Path("run"), **given)
-    return method_of(options).reserved_bytes(model, RowShapes.of_length(Batching(batch_size=4), 8))
+    shapes = RowShapes.of_length(Batching(batch_size=4), 8)
+    return method_of(RunStart(options)).reserved_bytes(model, shapes)
 
 
 def test_a_first_order_step_has_gradients_of_tied_weights_for_each_micro_batch(
@@ -611,7 +613,8 @@ def test_the_command_alone_keeps_memory_and_plans_it(
         batching=Batching(batch_size=2),
         optimization=Optimization(method="zeroth-order"),
     )
-    planned = plan_run(given, model, RowShapes.of_length(given.batching, 8))
+    shapes = RowShapes.of_length(given.batching, 8)
+    planned = plan_run(fitting_plan(method_of(RunStart(given)), model, shapes))
     peaks = model.pass_peaks
     assert peaks is not None
     reserved = activation_bytes(model.config, 2, 8, measured=peaks.forward)

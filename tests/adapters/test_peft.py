@@ -33,7 +33,8 @@ from zo2adapters import train as train_recipe
 from zo2adapters.models.export import export_adapter
 from zo2adapters.models.peft_adapter import peft_config
 from zo2adapters.trainers.optimization import Optimization
-from zo2adapters.trainers.trainer import Trainer
+from zo2adapters.trainers.run_inputs import RunStart
+from zo2adapters.trainers.trainer import open_run
 from zo2core import (
     DensePerturbation,
     Distribution,
@@ -367,7 +368,7 @@ def test_the_command_writes_one_of_any_step_and_says_so(tmp_path: Path) -> None:
         steps=4,
         optimization=Optimization(method="zeroth-order", lr=1e-2, rank=2, period=2),
     )
-    with Trainer(options) as trainer:
+    with open_run(RunStart(options)) as trainer:
         trainer.run()
     run = options.output
     exported = done(

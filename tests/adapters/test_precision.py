@@ -25,7 +25,8 @@ from zo2adapters import Adapter, Architecture, MonolithicMeZO, Precision, open_c
 from zo2adapters.models.architecture import faster_half
 from zo2adapters.trainers.optimization import Optimization
 from zo2adapters.trainers.options import RunModelOptions, TrainOptions
-from zo2adapters.trainers.trainer import Trainer
+from zo2adapters.trainers.run_inputs import RunStart
+from zo2adapters.trainers.trainer import QUIET, open_run
 from zo2core import (
     Distribution,
     Engine,
@@ -157,7 +158,10 @@ def test_a_run_writes_down_and_says_its_precision_and_what_it_costs(
     options: TrainOptions, tmp_path: Path
 ) -> None:
     def notice(name: str, **changes: Any) -> str:
-        with Trainer(replace(options, output=tmp_path / name, **changes), quiet=True) as trainer:
+        with open_run(
+            RunStart(replace(options, output=tmp_path / name, **changes)),
+            display=QUIET,
+        ) as trainer:
             assert trainer.options.model_options.precision == (
                 "mixed" if name == "mixed" else "exact"
             )
@@ -187,7 +191,7 @@ def test_a_mixed_run_resumed_and_exported_ends_as_the_undisturbed_one(
 ) -> None:
     undisturbed = replace(options, output=tmp_path / "undisturbed")
     finish(undisturbed)
-    with Trainer(options, quiet=True) as trainer:
+    with open_run(RunStart(options), display=QUIET) as trainer:
         rows = {"input_ids": torch.tensor([[3, 4, 6]]), "labels": torch.tensor([[3, 4, 6]])}
         assert trainer.engine.evaluate([rows]).loss > 0
         trainer.engine.close()

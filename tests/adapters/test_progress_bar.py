@@ -21,7 +21,8 @@ from zo2adapters.cli import main
 from zo2adapters.trainers import metrics
 from zo2adapters.trainers import trainer as trainer_module
 from zo2adapters.trainers.metrics import SharedSweeps, StepBar, sweep_bars
-from zo2adapters.trainers.trainer import Trainer
+from zo2adapters.trainers.run_inputs import RunStart
+from zo2adapters.trainers.trainer import open_run
 from zo2core import Engine
 
 
@@ -128,8 +129,8 @@ def test_later_evaluations_count_in_the_time_that_is_left_and_the_first_one_does
     options = replace(
         small_run(tmp_path), steps=5, evaluation=tmp_path / "rows.jsonl", evaluate_every=2
     )
-    with Trainer(options) as trainer:
-        step, evaluate = trainer.engine.step, trainer._task.evaluate
+    with open_run(RunStart(options)) as trainer:
+        step, evaluate = trainer.engine.step, trainer.tasks.task.evaluate
 
         def slow_step(*arguments: Any) -> object:
             clock.now += 2
@@ -140,7 +141,7 @@ def test_later_evaluations_count_in_the_time_that_is_left_and_the_first_one_does
             return evaluate(*arguments)
 
         monkeypatch.setattr(trainer.engine, "step", slow_step)
-        monkeypatch.setattr(trainer._task, "evaluate", slow_evaluation)
+        monkeypatch.setattr(trainer.tasks.task, "evaluate", slow_evaluation)
         trainer.train()
     lines = [
         line

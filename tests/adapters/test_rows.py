@@ -47,8 +47,8 @@ from zo2adapters.tasks.rows import (
 from zo2adapters.tasks.tokenizer import load_tokenizer, pad_token_id, render_chat
 from zo2adapters.trainers.optimization import Optimization
 from zo2adapters.trainers.run_directory import RunDirectory
-from zo2adapters.trainers.run_inputs import row_notices
-from zo2adapters.trainers.trainer import Trainer
+from zo2adapters.trainers.run_inputs import RunStart, row_notices
+from zo2adapters.trainers.trainer import QUIET, open_run
 from zo2core import Journal
 from zo2core.errors import DataError, MissingPackageError, OptionError
 
@@ -745,7 +745,10 @@ def test_a_run_trains_on_each_kind_alike_and_its_provenance_has_the_digest(tmp_p
             assert journal.header is not None
             assert journal.header["provenance"]["data sha256"] == data_sha256(path)
             losses.append([update.losses for update in journal.updates])
-        with Trainer(RunDirectory.options(options.output), resume=True, quiet=True) as trainer:
+        with open_run(
+            RunStart(RunDirectory.options(options.output), resumes=True),
+            display=QUIET,
+        ) as trainer:
             assert trainer.engine.version == 3
     assert len(losses[0]) == 3
     assert losses == losses[:1] * len(KINDS)
@@ -1447,10 +1450,10 @@ def test_a_split_takes_rows_out_of_the_training_file_and_a_run_evaluates_on_them
     record = json.loads((options.output / "options.json").read_text())
     assert record["options"]["eval_split"] == 0.25
     assert {"data sha256", "evaluation sha256"} <= record["tokens"].keys()
-    with Trainer(replace(options, steps=3), resume=True, quiet=True) as trainer:
+    with open_run(RunStart(replace(options, steps=3), resumes=True), display=QUIET) as trainer:
         assert trainer.engine.version == 3
     with pytest.raises(DataError, match="evaluation sha256"):
-        Trainer(replace(options, eval_split=0.5), resume=True, quiet=True)
+        open_run(RunStart(replace(options, eval_split=0.5), resumes=True), display=QUIET)
 
 
 def csv_rows(path: Path, text: str) -> Path:
@@ -1563,11 +1566,11 @@ def test_a_template_that_writes_the_time_gets_that_of_the_runs_start_and_the_run
         else {"prompt": turns[:1], "chosen": turns[1:], "rejected": turns[:1]}
     )
     write_rows(options.data, [row] * 4)
-    with Trainer(replace(options, steps=2), quiet=True) as trainer:
+    with open_run(RunStart(replace(options, steps=2)), display=QUIET) as trainer:
         trainer.train()
     saved = RunDirectory.options(options.output)
     assert saved.rows.rendered_at is not None
-    with Trainer(saved.with_steps(3), resume=True, quiet=True) as trainer:
+    with open_run(RunStart(saved.with_steps(3), resumes=True), display=QUIET) as trainer:
         trainer.train()
     with pytest.raises(OptionError, match="rendered_at"):
         replace(saved.rows, rendered_at="noon").require_valid()

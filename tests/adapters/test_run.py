@@ -27,7 +27,8 @@ from zo2adapters.trainers.optimization import Decay, Optimization
 from zo2adapters.trainers.options import Batching, RunModelOptions, Storage, TrainOptions
 from zo2adapters.trainers.process import device_kinds
 from zo2adapters.trainers.run_directory import RunDirectory, provenance
-from zo2adapters.trainers.trainer import Trainer
+from zo2adapters.trainers.run_inputs import RunStart
+from zo2adapters.trainers.trainer import QUIET, open_run
 from zo2core import (
     Engine,
     EngineOptions,
@@ -110,10 +111,10 @@ def test_names_are_durable_before_anything_is_built_on_them(
         patch.setattr(os, "mkdir", naming(os.mkdir, 0))
         patch.setattr(os, "replace", naming(os.replace, 1))
         patch.setattr(os, "fsync", sync)
-        with Trainer(options, quiet=True) as trainer:
+        with open_run(RunStart(options), display=QUIET) as trainer:
             trainer.engine.step(SHORT_BATCH)
-        with Trainer(options, resume=True, quiet=True) as trainer:
-            trainer._run.metrics(trainer.engine.journal).close()
+        with open_run(RunStart(options, resumes=True), display=QUIET) as trainer:
+            trainer.directory.metrics(trainer.engine.journal).close()
     assert not names
     assert made >= {"run", "deep", "options.json", "metrics.jsonl", "scratch.jsonl"}
 
@@ -133,7 +134,7 @@ def test_another_tokenizer_is_refused_with_the_difference(
     if change == "the end of a row":
         save_tokenizer(base, eos="<unk>")
     with pytest.raises(DataError, match="tokenizer of") as info:
-        Trainer(options, resume=True, quiet=True)
+        open_run(RunStart(options, resumes=True), display=QUIET)
     said = {
         "a word's number": "data sha256",
         "the padding": "padding 0",
@@ -154,25 +155,25 @@ def test_another_base_other_data_or_options_are_refused_with_the_difference(
     interrupt_after(options, 1)
     other = replace(options, optimization=Optimization(method="zeroth-order", lr=1e-2, zo_eps=0.5))
     with pytest.raises(JournalError, match=r"estimator\.zo_eps 0\.001.*estimator\.zo_eps 0\.5"):
-        Trainer(other, resume=True, quiet=True)
+        open_run(RunStart(other, resumes=True), display=QUIET)
     with (
-        Trainer(options, resume=True, quiet=True),
+        open_run(RunStart(options, resumes=True), display=QUIET),
         pytest.raises(OutputError, match="another process"),
     ):
-        Trainer(options, resume=True, quiet=True)
+        open_run(RunStart(options, resumes=True), display=QUIET)
     rows = options.data.read_text()
     options.data.write_text(rows + '{"text": "the dog"}\n')
     with pytest.raises(
         DataError,
         match=f"^data: found {options.data}, which has the sha256 .*began with: {options.data}, ",
     ):
-        Trainer(options, resume=True, quiet=True)
+        open_run(RunStart(options, resumes=True), display=QUIET)
     options.data.write_text(rows)
     weights = load_file(Path(options.model) / "model.safetensors")
     weights["model.norm.weight"][0] += 1
     save_file(weights, Path(options.model) / "model.safetensors", metadata={"format": "pt"})
     with pytest.raises(JournalError, match="base"):
-        Trainer(options, resume=True, quiet=True)
+        open_run(RunStart(options, resumes=True), display=QUIET)
 
 
 def test_saved_options_that_have_lost_one_are_refused(options: TrainOptions) -> None:
@@ -190,8 +191,9 @@ def test_saved_options_that_have_lost_one_are_refused(options: TrainOptions) -> 
         del group[name]
         path.write_text(json.dumps(record))
         with pytest.raises(OptionError, match=r"options\.json"):
-            Trainer(
-                RunDirectory.options(options.output) if groups else options, resume=True, quiet=True
+            open_run(
+                RunStart(RunDirectory.options(options.output) if groups else options, resumes=True),
+                display=QUIET,
             )
 
 
@@ -199,7 +201,7 @@ def test_a_killed_exports_remains_are_cleared_and_a_refused_run_leaves_nothing(
     options: TrainOptions,
 ) -> None:
     with pytest.raises(Exception, match="smallest plan"):
-        Trainer(replace(options, storage=Storage(memory="1MB")), quiet=True)
+        open_run(RunStart(replace(options, storage=Storage(memory="1MB"))), display=QUIET)
     assert not options.output.exists()
     finish(options)
     (options.output / ".model.partial-abc").mkdir()  # killed between the renaming and the end
@@ -366,7 +368,7 @@ def test_a_run_that_another_process_has_begun_is_left(
     real = run_directory.acquire
     monkeypatch.setattr(run_directory, "acquire", begun_and_ended)
     with pytest.raises(OutputError, match="a run that has already started"):
-        Trainer(options, quiet=True)
+        open_run(RunStart(options), display=QUIET)
     assert (options.output / "options.json").read_text() == "another's"
 
 
@@ -383,8 +385,9 @@ def test_a_run_killed_as_it_was_lengthened_goes_on(
         # the former model has its new name by then
         patch.setattr(RunDirectory, "_write_record", killed)
         with pytest.raises(KeyboardInterrupt):
-            Trainer(
-                RunDirectory.options(options.output).with_steps(STEPS + 1), resume=True, quiet=True
+            open_run(
+                RunStart(RunDirectory.options(options.output).with_steps(STEPS + 1), resumes=True),
+                display=QUIET,
             )
     assert run_here("train", "--resume", options.output).status == 0
     assert (options.output / "model").is_dir()
@@ -446,7 +449,7 @@ def test_a_run_opens_its_data_once(
 def test_an_earlier_step_is_opened_by_the_first_worker_alone(options: TrainOptions) -> None:
     workers: Any = SimpleNamespace(rank=0, size=2)
     method, running = (
-        method_of(options, workers=workers),
+        method_of(RunStart(options, workers=workers)),
         SimpleNamespace(journal=Journal(), activation_bytes=1 << 20),
     )
     with patch("zo2adapters.trainers.methods.Engine") as opened:
@@ -716,7 +719,10 @@ def test_what_decides_the_weights_and_was_edited_is_refused(
     with pytest.raises(
         ZO2Error if name == "sequence_length" else JournalError, match=told.replace("_", ".")
     ):
-        Trainer(RunDirectory.options(told_options.output).with_steps(3), resume=True, quiet=True)
+        open_run(
+            RunStart(RunDirectory.options(told_options.output).with_steps(3), resumes=True),
+            display=QUIET,
+        )
 
 
 def test_the_choice_of_the_best_step_that_was_edited_is_named(told_options: TrainOptions) -> None:
@@ -730,7 +736,7 @@ def test_the_choice_of_the_best_step_that_was_edited_is_named(told_options: Trai
         assert refused.value.found.startswith("keep_best: false, which no run saved")
         assert refused.value.expected == "keep_best: true"
     with pytest.raises(OptionError, match="keep_best: false, which no run saved"):
-        Trainer(replace(options, keep_best=False), resume=True, quiet=True)
+        open_run(RunStart(replace(options, keep_best=False), resumes=True), display=QUIET)
 
 
 # Branches, and how a run that diverged goes on from its best step

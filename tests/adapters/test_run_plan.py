@@ -33,15 +33,24 @@ from zo2adapters.trainers import run_plan, trainer
 from zo2adapters.trainers.methods import GradientRun, StepMemory, method_of
 from zo2adapters.trainers.optimization import Noise, Optimization
 from zo2adapters.trainers.options import Batching, Storage, TrainOptions
+from zo2adapters.trainers.preparation import fitting_plan
 from zo2adapters.trainers.probes import (
     GradientSeconds,
     measured_forward_seconds,
     measured_gradient_seconds,
 )
 from zo2adapters.trainers.process import with_kept_memory
-from zo2adapters.trainers.run_inputs import BatchShape, LargestBatch, RowShapes, RunInputs
-from zo2adapters.trainers.run_plan import BUS, RunPlan, Together, duration, plan_of, plan_run
-from zo2adapters.trainers.trainer import Trainer
+from zo2adapters.trainers.run_inputs import BatchShape, LargestBatch, RowShapes, RunInputs, RunStart
+from zo2adapters.trainers.run_plan import (
+    BUS,
+    RunPlan,
+    Together,
+    duration,
+    plan_of,
+    plan_run,
+    require_plannable,
+)
+from zo2adapters.trainers.trainer import Trainer, open_run
 from zo2core import HostPlan
 from zo2core.errors import MemoryBudgetError, OptionError, ZO2Warning
 from zo2core.planning.memory import MemoryPart
@@ -340,7 +349,8 @@ def planned_with(options: TrainOptions, optimization: Optimization, output: Path
         options, evaluation=None, optimization=optimization, batching=batching, output=output
     )
     model = open_checkpoint(options.model, precision="exact")
-    return run_plan.plan_run(options, model, RowShapes.of_length(batching, 7))
+    method = method_of(RunStart(options))
+    return run_plan.plan_run(fitting_plan(method, model, RowShapes.of_length(batching, 7)))
 
 
 @pytest.mark.parametrize("method", [None, "adamw"])
@@ -362,7 +372,7 @@ def test_a_plan_lacks_the_number_whose_probe_fails_and_its_run_goes_on(
         batching=Batching(batch_size=2),
         evaluation=here / "rows.jsonl",
     )
-    inputs = RunInputs.read(options)
+    inputs = RunInputs.read(RunStart(options))
     whole = plan_of(inputs)
     monkeypatch.setattr("zo2adapters.trainers.probes.embed_row", fails)
     with pytest.warns(ZO2Warning, match=r"measurement failed \(RuntimeError: no probe\)$"):
@@ -379,11 +389,16 @@ def test_a_plan_lacks_the_number_whose_probe_fails_and_its_run_goes_on(
     assert "Time: about ? s in all, ? s a step." in plan.summary()
     assert "expected in total          ? s" in plan.table()
     if method is None:
+        run = method_of(RunStart(inputs.options))
+        fitting = fitting_plan(run, inputs.model, inputs.shapes())
         with pytest.warns(ZO2Warning, match="failed"):
-            shared = plan_run(inputs.options, inputs.model, inputs.shapes(), runs=2)
+            shared = plan_run(fitting, runs=2)
         assert json.loads(shared.to_json())["seconds_a_run"] is None
         assert "limited by" not in shared.table()
-    with pytest.warns(ZO2Warning, match="failed"), Trainer(options, plans=True) as trainer:
+    with (
+        pytest.warns(ZO2Warning, match="failed"),
+        open_run(RunStart(options), plans=True) as trainer,
+    ):
         trainer.run()
     assert (options.output / "model").exists()
 
@@ -482,7 +497,10 @@ def planned_for_gpu(
         "batching": batching,
         "storage": Storage(device="cuda", **sizes),
     }
-    return plan_run(TrainOptions(**NAMED, **given), model, RowShapes.of_length(batching, 8))
+    options = TrainOptions(**NAMED, **given)
+    require_plannable(options, None)
+    method = method_of(RunStart(options))
+    return plan_run(fitting_plan(method, model, RowShapes.of_length(batching, 8)))
 
 
 @pytest.fixture(scope="module")
@@ -591,7 +609,8 @@ def test_unplannable_runs_are_refused(
 def reserved(model: HFBlockModel, optimization: Optimization) -> StepMemory:
     """What a run of four rows of eight tokens reserves."""
     shapes = RowShapes.of_length(Batching(batch_size=4), 8)
-    return method_of(TrainOptions(**NAMED, optimization=optimization)).reserved_bytes(model, shapes)
+    method = method_of(RunStart(TrainOptions(**NAMED, optimization=optimization)))
+    return method.reserved_bytes(model, shapes)
 
 
 def test_a_plan_reserves_what_the_run_reserves_and_at_least_counts_logits_in_chunks(
@@ -770,7 +789,7 @@ def test_the_outlook_of_a_streamed_run_counts_blocks_that_stream_and_turns(here:
     )
     for turn in (3, 6):
         method = Optimization(method="badam", lr=1e-3, stream_blocks=True, switch_every=turn)
-        inputs = RunInputs.read(replace(options, optimization=method))
+        inputs = RunInputs.read(RunStart(replace(options, optimization=method)))
         plan = plan_of(inputs)
         inputs.model.weights.close()
         assert plan.host_plan.buckets is not None
@@ -800,9 +819,8 @@ def test_a_step_that_measures_gradients_first_sweeps_twice(
         ("badam", 1.0),
     ]
     for method, norm in cases:
-        inputs = RunInputs.read(
-            replace(given, optimization=Optimization(method=method, lr=1e-3, max_grad_norm=norm))
-        )
+        optimization = Optimization(method=method, lr=1e-3, max_grad_norm=norm)
+        inputs = RunInputs.read(RunStart(replace(given, optimization=optimization)))
         seconds.append(plan_of(inputs).forward_seconds)
         inputs.model.weights.close()
     assert seconds[1] == 2 * seconds[0]

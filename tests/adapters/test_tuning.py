@@ -22,7 +22,8 @@ from zo2adapters.trainers.methods import ZerothOrderRun
 from zo2adapters.trainers.optimization import Decay, Optimization
 from zo2adapters.trainers.options import Batching, TrainOptions
 from zo2adapters.trainers.run_directory import read_trials
-from zo2adapters.trainers.trainer import Trainer
+from zo2adapters.trainers.run_inputs import RunStart
+from zo2adapters.trainers.trainer import QUIET, Trainer, open_run
 from zo2adapters.trainers.tuning import TABLE, Schedule, Trial, tune
 from zo2core import Journal
 from zo2core.errors import CheckpointError, DivergenceError, OptionError, OutputError
@@ -121,7 +122,7 @@ def test_the_better_half_goes_on_and_the_best_journal_is_the_beginning_of_the_ru
         steps=best.steps + 3,
         optimization=Optimization(method="zeroth-order", lr=best.lr),
     )
-    with Trainer(alone, quiet=True) as trainer:
+    with open_run(RunStart(alone), display=QUIET) as trainer:
         trainer.run()
     files = [run / "model" / "model.safetensors" for run in (best.directory, alone.output)]
     assert files[0].read_bytes() == files[1].read_bytes()
@@ -246,7 +247,10 @@ def test_a_learning_rate_that_was_never_tuned_and_is_far_too_small_is_told_once(
     options: TrainOptions,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    with Trainer(replace(options, steps=100, optimization=optimization), quiet=True) as trainer:
+    with open_run(
+        RunStart(replace(options, steps=100, optimization=optimization)),
+        display=QUIET,
+    ) as trainer:
         trainer.run()
     assert capsys.readouterr().err.count("is far too small, and zo2 tune") == says
 
@@ -423,7 +427,9 @@ def test_a_run_that_is_killed_while_it_tunes_ends_with_the_same_bits(
         nonlocal begun
         begun += 1
         if begun == trial + 1:
-            step, taken = trainer.engine.step, 0
+            engine: Any = trainer.engine
+            step = engine.step
+            taken = 0
 
             def counted(*arguments: Any) -> object:
                 nonlocal taken
@@ -432,7 +438,7 @@ def test_a_run_that_is_killed_while_it_tunes_ends_with_the_same_bits(
                 taken += 1
                 return step(*arguments)
 
-            trainer.engine.step = counted
+            engine.step = counted
         take(trainer)
 
     with monkeypatch.context() as patch:
@@ -491,7 +497,7 @@ def refused_by_stopping(*arguments: object) -> str:
         raise KeyboardInterrupt
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("zo2adapters.trainers.tuning.Trainer", stop)
+        patch.setattr("zo2adapters.trainers.tuning.open_run", stop)
         ended = run_here(*arguments)
     assert not Path("run").exists()
     return ended.err

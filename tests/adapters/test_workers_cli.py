@@ -48,7 +48,8 @@ from zo2adapters.trainers.process import (
     storage_of_one,
     worker_trace,
 )
-from zo2adapters.trainers.trainer import Trainer
+from zo2adapters.trainers.run_inputs import RunStart
+from zo2adapters.trainers.trainer import QUIET, open_run
 from zo2adapters.trainers.tuning import Trial, tune
 from zo2core import Journal, Workers
 from zo2core.errors import OptionError, WorkerError
@@ -252,7 +253,7 @@ def test_other_files_of_some_workers_are_told_to_all_with_both_values_and_ranks(
     _, found = (change(options) for options in own[:0:-1])
 
     def run(workers: Workers) -> None:
-        Trainer(own[workers.rank], quiet=True, workers=workers).close()
+        open_run(RunStart(own[workers.rank], workers=workers), display=QUIET).close()
 
     for error in attempted(3, run):
         assert isinstance(error, WorkerError)
@@ -366,7 +367,9 @@ def test_a_preference_is_learned_together(tmp_path: Path) -> None:
 
     def run(workers: Workers | None) -> bytes:
         output = tmp_path / ("alone" if workers is None else str(workers.rank))
-        with Trainer(replace(options, output=output), quiet=True, workers=workers) as trainer:
+        with open_run(
+            RunStart(replace(options, output=output), workers=workers), display=QUIET
+        ) as trainer:
             trainer.train()
         return b"".join(
             line
@@ -397,7 +400,7 @@ def test_the_first_worker_alone_reports_to_a_tracker(
 
     def run(workers: Workers) -> None:
         own = replace(options, output=tmp_path / str(workers.rank))
-        with Trainer(own, quiet=True, workers=workers) as trainer:
+        with open_run(RunStart(own, workers=workers), display=QUIET) as trainer:
             trainer.train()
 
     worked(2, run)

@@ -47,7 +47,8 @@ from zo2adapters import open_checkpoint
 from zo2adapters.cli import main
 from zo2adapters.models.low_rank import LowRankModules
 from zo2adapters.trainers.optimization import Optimization
-from zo2adapters.trainers.trainer import Trainer
+from zo2adapters.trainers.run_inputs import RunStart
+from zo2adapters.trainers.trainer import open_run
 from zo2core import (
     FZOO,
     Clipped,
@@ -474,7 +475,7 @@ def test_memory_is_reserved_for_what_is_stacked(tmp_path: Path) -> None:
         optimization = Optimization(method="zeroth-order", lr=1e-2, rank=2, queries=2, stack=stack)
         (tmp_path / str(stack)).mkdir()
         with closing(
-            Trainer(small_run(tmp_path / str(stack), optimization=optimization))
+            open_run(RunStart(small_run(tmp_path / str(stack), optimization=optimization)))
         ) as trainer:
             reserved.append(trainer.engine._run.segments.activation_bytes)
     assert reserved[0] < reserved[1] < reserved[2]

@@ -20,7 +20,8 @@ from runs import finish, small_run
 from zo2adapters.cli import main
 from zo2adapters.commands.export import Export
 from zo2adapters.trainers.options import Execution, Storage, TrainOptions
-from zo2adapters.trainers.trainer import Trainer
+from zo2adapters.trainers.run_inputs import RunStart
+from zo2adapters.trainers.trainer import QUIET, open_run
 from zo2core import Journal, StepResult
 from zo2core.checkpoint.shards import SafetensorsReader, parse_header
 from zo2core.errors import CheckpointError, JournalError, OptionError
@@ -44,7 +45,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
     place = tmp_path_factory.mktemp("runs")
     options = small_run(place, steps=STEPS, storage=Storage(write_back_every=2))
     copies: dict[int, Path] = {}
-    with Trainer(options, quiet=True) as trainer:
+    with open_run(RunStart(options), display=QUIET) as trainer:
         step: Any = trainer.engine.step
 
         def copying(*arguments: object, **others: object) -> StepResult:
@@ -54,7 +55,8 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
                 shutil.copytree(options.output, copies[result.step + 1])
             return result
 
-        trainer.engine.step = copying
+        engine: Any = trainer.engine
+        engine.step = copying
         trainer.run()
     done("export", "--run", options.output, "--at", 2, "--output", place / "half")
     return Runs(copies, weights(options.output / "model"), weights(place / "half"))
@@ -218,7 +220,7 @@ def options(tmp_path: Path) -> TrainOptions:
 def test_the_first_line_says_how_many_terabytes_are_written_and_a_limit_is_kept_to(
     options: TrainOptions,
 ) -> None:
-    with Trainer(options, quiet=True) as trainer:
+    with open_run(RunStart(options), display=QUIET) as trainer:
         assert re.search(
             r"Disk writes: negligible, [0-9.]+ MB in 1,000 steps", trainer.first_lines()[0]
         )
@@ -238,7 +240,7 @@ def test_the_first_line_says_how_many_terabytes_are_written_and_a_limit_is_kept_
     )
     for number, (storage, kept) in enumerate(rows):
         told = replace(beside, storage=storage, output=options.output.with_name(f"beside {number}"))
-        with Trainer(told, quiet=True) as trainer:
+        with open_run(RunStart(told), display=QUIET) as trainer:
             assert re.search(f"Disk writes: {kept}", trainer.first_lines()[0])
             trainer.train()
         assert (told.output / "factors.bin").exists() == (storage == Storage())
@@ -246,12 +248,14 @@ def test_the_first_line_says_how_many_terabytes_are_written_and_a_limit_is_kept_
     with pytest.raises(
         OptionError, match=r"write_back: found writing every 2 steps.*MB in 1,000; expected at most"
     ):
-        Trainer(
-            replace(options, output=options.output.with_name("other"), storage=storage), quiet=True
+        open_run(
+            RunStart(replace(options, output=options.output.with_name("other"), storage=storage)),
+            display=QUIET,
         )
     storage = replace(storage, write_back_every="auto")
-    with Trainer(
-        replace(options, output=options.output.with_name("third"), storage=storage), quiet=True
+    with open_run(
+        RunStart(replace(options, output=options.output.with_name("third"), storage=storage)),
+        display=QUIET,
     ) as trainer:
         every = trainer.engine.write_back_every
         assert every is not None
@@ -298,12 +302,14 @@ def test_the_whole_base_is_compared_when_that_is_asked_for(
 def test_a_journal_without_digests_cannot_verify_a_base(
     options: TrainOptions, tmp_path: Path
 ) -> None:
-    with Trainer(options, quiet=True):
+    with open_run(RunStart(options), display=QUIET):
         pass
     with pytest.raises(JournalError, match="no digest for 5 of 5 segments of the base"):
         Export(run_directory=options.output, output=tmp_path / "out", verify_base=True).run()
-    with Trainer(
-        options, resume=True, quiet=True, execution=Execution(verify_base=True)
+    with open_run(
+        RunStart(options, resumes=True),
+        display=QUIET,
+        execution=Execution(verify_base=True),
     ) as trainer:
         assert len(trainer.engine.journal.base_digests) == 5
     Export(run_directory=options.output, output=tmp_path / "out", verify_base=True).run()

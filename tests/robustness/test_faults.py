@@ -36,7 +36,8 @@ from zo2adapters import Adapter, open_checkpoint
 from zo2adapters.trainers.optimization import Optimization
 from zo2adapters.trainers.options import Batching, TrainOptions
 from zo2adapters.trainers.run_directory import RunDirectory
-from zo2adapters.trainers.trainer import Trainer
+from zo2adapters.trainers.run_inputs import RunStart
+from zo2adapters.trainers.trainer import QUIET, open_run
 from zo2core import Engine, FirstOrder, ZO2Error
 from zo2core.errors import CheckpointError, JournalError, OutputError, ScratchError
 from zo2core.planning.speeds import write_bytes_per_second
@@ -576,7 +577,7 @@ def exported(run: Path) -> bytes:
 
 
 def finish(options: TrainOptions, *, resume: bool = False) -> bytes:
-    with Trainer(options, resume=resume, quiet=True) as trainer:
+    with open_run(RunStart(options, resumes=resume), display=QUIET) as trainer:
         trainer.run()
     return exported(options.output)
 
@@ -591,7 +592,7 @@ def run_cannot_begin(rule: Callable[[], Rule], kind: type[ZO2Error], folder: Pat
     with nothing_left():
         made = rule()
         with pytest.raises(kind):
-            Trainer(options, quiet=True)
+            open_run(RunStart(options), display=QUIET)
         assert made.hits > 0
     assert not options.output.exists()
     clear()
@@ -640,7 +641,7 @@ def run_breaks_off(rule: Callable[[], Rule], folder: Path) -> None:
     expected = finish(options)
     options = replace(options, output=fresh(folder))
     made: list[Rule] = []
-    with nothing_left(), Trainer(options, quiet=True) as trainer:
+    with nothing_left(), open_run(RunStart(options), display=QUIET) as trainer:
         made.append(rule())
         with pytest.raises(ZO2Error):
             trainer.run()

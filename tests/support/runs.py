@@ -15,7 +15,8 @@ from safetensors.torch import load_file
 from zo2adapters.tasks.row_source import DataFile
 from zo2adapters.trainers.optimization import Decay, Optimization
 from zo2adapters.trainers.options import Batching, Storage, TrainOptions
-from zo2adapters.trainers.trainer import Trainer
+from zo2adapters.trainers.run_inputs import RunStart
+from zo2adapters.trainers.trainer import QUIET, open_run
 
 TIMED = {
     "tokens_per_second",
@@ -82,7 +83,7 @@ def resumable_run(tmp_path: Path) -> TrainOptions:
 
 
 def finish(options: TrainOptions, *, resume: bool = False) -> None:
-    with Trainer(options, resume=resume, quiet=True) as trainer:
+    with open_run(RunStart(options, resumes=resume), display=QUIET) as trainer:
         trainer.run()
 
 
@@ -90,7 +91,7 @@ def interrupt_after(options: TrainOptions, steps: int) -> None:
     """Train for some steps and end as a killed process does: nothing is flushed, exported or closed
     in order.
     """
-    with Trainer(options, quiet=True) as trainer:
+    with open_run(RunStart(options), display=QUIET) as trainer:
         engine: Any = trainer.engine
         engine.step = fails_at(trainer.engine.step, steps + 1, KeyboardInterrupt())
         with pytest.raises(KeyboardInterrupt):

@@ -133,7 +133,8 @@ def run_demo(
     directory: Path, *, seed: int, recipe: Recipe = RECIPE, quiet: bool = False
 ) -> tuple[TaskScore, TaskScore]:
     """Make a model, fine-tune it with zeroth-order steps alone, and print what it learned."""
-    from zo2adapters.trainers.trainer import Trainer
+    from zo2adapters.trainers.run_inputs import RunStart
+    from zo2adapters.trainers.trainer import Display, open_run
 
     task = prepare(directory, seed=seed, recipe=recipe, quiet=quiet)
     losses = task.pretraining_losses
@@ -162,7 +163,7 @@ def run_demo(
         seed=seed,
     )
     accuracies = [accuracy(task.model, task.evaluation, task.labels)]
-    with Trainer(options, quiet=quiet) as trainer:
+    with open_run(RunStart(options), display=Display(quiet=quiet)) as trainer:
         trainer.run()
     accuracies.append(accuracy(output / MODEL, task.evaluation, task.labels))
     records = read_rows(output / METRICS)

@@ -33,6 +33,7 @@ from zo2adapters.trainers.run_directory import (
     read_samples,
     read_trials,
 )
+from zo2adapters.trainers.run_inputs import RunStart
 from zo2core import Journal, Update, ZO2Error
 from zo2core.errors import JournalError
 from zo2core.estimators.guard import is_refused
@@ -130,7 +131,7 @@ def read_run(directory: Path) -> Run:
     options = RunDirectory.saved(directory)
     gradient_forwards = ADAPTER_FORWARDS  # if the options do not say
     with suppress(ZO2Error):
-        gradient_forwards = method_of(RunDirectory.options(directory)).forwards
+        gradient_forwards = method_of(RunStart(RunDirectory.options(directory))).forwards
     rows = align_rows(metrics_of(directory), journal).rows
     return Run(
         name=printable(directory.name or str(directory)),

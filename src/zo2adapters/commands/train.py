@@ -12,13 +12,7 @@ import os
 import re
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import (
-    AbstractContextManager,
-    closing,
-    contextmanager,
-    nullcontext,
-    suppress,
-)
+from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property, partial
 from pathlib import Path
@@ -66,7 +60,6 @@ from zo2adapters.trainers.run_directory import (
     METRICS,
     OPTIONS,
     RunDirectory,
-    branched_run,
     directory_to_resume,
     held_directory,
     holds_run,
@@ -81,6 +74,7 @@ from zo2core.ranges import MOST_RUNS, counted, require_whole
 
 if TYPE_CHECKING:
     # command lines are parsed without importing transformers
+    from zo2adapters.trainers.run_inputs import RunStart
     from zo2adapters.trainers.trainer import Trainer
     from zo2adapters.trainers.tuning import Schedule, Trial
     from zo2core import SharedBase, Workers
@@ -418,7 +412,7 @@ class Train(RunOptions, Command):
         )
 
     def _train(self, workers: Workers | None) -> None:
-        from zo2adapters.trainers.trainer import Trainer
+        from zo2adapters.trainers.trainer import Display, open_run
 
         options = self.options
         first = is_first(workers)
@@ -427,24 +421,17 @@ class Train(RunOptions, Command):
         chooses = options.optimization.lr == "auto"
         if chooses:
             options = self._with_chosen_rate(options, workers)
-        resume = chooses or self.resume is not None
-        with self._branching(options, workers):
-            if workers is not None:  # each of them has a directory of its own
-                options = replace(options, output=worker_directory(options.output))
-                resume = (options.output / OPTIONS).exists()
+        start = self._start(options, workers, has_begun=chooses)
+        opened = open_run(
+            start,
+            display=Display(quiet=not first),
+            execution=self.execution,
             # what the choice takes was said with what the run takes
-            plans = workers is None and not chooses
-            opened = Trainer(
-                options,
-                resume=resume,
-                quiet=not first,
-                execution=self.execution,
-                workers=workers,
-                plans=plans,
-            )
+            plans=workers is None and not chooses,
+        )
         with opened as trainer:
             if first:
-                tell(*self._first_lines(trainer, options, resume=resume, chooses=chooses))
+                tell(*self._first_lines(trainer, chooses=chooses))
             if keeps_memory(trainer.host_plan):
                 keep_freed_memory()
             elif trainer.is_tight:
@@ -453,20 +440,38 @@ class Train(RunOptions, Command):
             if exported is None:
                 return
             tell(*trainer.last_lines())
-        print(
-            f"model: {exported}\nmetrics: {options.output / METRICS}\njournal: "
-            f"{options.output / JOURNAL}"
+        output = start.options.output
+        print(f"model: {exported}\nmetrics: {output / METRICS}\njournal: {output / JOURNAL}")
+
+    def _start(
+        self, options: TrainOptions, workers: Workers | None, *, has_begun: bool
+    ) -> RunStart:
+        """What the run is in this process."""
+        from zo2adapters.trainers.run_inputs import Branch, RunStart
+
+        resumes = has_begun or self.resume is not None
+        branch = None
+        if self.resume is not None and self.from_step is not None:
+            branch = Branch(self.resume, self.from_step)
+        if workers is None:
+            return RunStart(options, resumes=resumes, branch=branch)
+        if not is_first(workers) or holds_run(options.output):
+            branch = None  # the first worker begins it, once
+        # each worker has a directory of its own
+        own = replace(options, output=worker_directory(options.output))
+        return RunStart(
+            own, resumes=(own.output / OPTIONS).exists(), branch=branch, workers=workers
         )
 
-    def _first_lines(
-        self, trainer: Trainer, options: TrainOptions, *, resume: bool, chooses: bool
-    ) -> list[str]:
+    def _first_lines(self, trainer: Trainer, *, chooses: bool) -> list[str]:
         """Lines to print before the first step; the choice of a rate has said most of them."""
-        if resume and trainer.engine.version >= options.steps:
+        options = trainer.options
+        resumes = trainer.start.resumes
+        if resumes and trainer.engine.version >= options.steps:
             return [f"{options.output} is finished after {counted(options.steps, 'step')}"]
         if chooses:
             return trainer.notices()
-        method = [] if resume else [self._chosen_method(options)]
+        method = [] if resumes else [self._chosen_method(options)]
         return [*method, *trainer.first_lines()]
 
     def _chosen_method(self, options: TrainOptions) -> str:
@@ -477,18 +482,6 @@ class Train(RunOptions, Command):
         if method == RunOptions().optimization.method:
             return f"method: {method}, by default; --method names others"
         return f"method: {method}, as the recipe says"
-
-    def _branching(
-        self, options: TrainOptions, workers: Workers | None
-    ) -> AbstractContextManager[object]:
-        """In this context the branch of ``--from-step`` is opened, if there is one to begin: the
-        first worker begins it, once.
-        """
-        if self.resume is None or self.from_step is None or not is_first(workers):
-            return nullcontext()
-        if workers is not None and holds_run(options.output):
-            return nullcontext()
-        return branched_run(self.resume, self.from_step, options)
 
     def _with_chosen_rate(self, options: TrainOptions, workers: Workers | None) -> TrainOptions:
         """The options with a learning rate that short runs have chosen."""
@@ -680,9 +673,11 @@ def _trained(name: str, options: TrainOptions, shared: SharedBase) -> None:
     """Train and export one of several runs; the sweeps are made together with those of the
     others.
     """
-    from zo2adapters.trainers.trainer import Trainer
+    from zo2adapters.trainers.run_inputs import RunStart
+    from zo2adapters.trainers.trainer import Display, open_run
 
-    with Trainer(options, resume=holds_run(options.output), label=name, shared=shared) as trainer:
+    start = RunStart(options, resumes=holds_run(options.output), shared=shared)
+    with open_run(start, display=Display(label=name)) as trainer:
         tell(*trainer.first_lines(), prefix=f"{name}: ")
         trainer.run()
         tell(*trainer.last_lines(), prefix=f"{name}: ")

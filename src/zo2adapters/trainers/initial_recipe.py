@@ -25,7 +25,7 @@ from zo2adapters.trainers.optimization import Decay, Optimization
 from zo2adapters.trainers.options import DEFAULT_LENGTH, EVERY, LORA_RANK, TrainOptions
 from zo2adapters.trainers.probes import hands_over_tensors, require_packable
 from zo2adapters.trainers.recipe import OPTIONS
-from zo2adapters.trainers.run_inputs import RunInputs, dtype_name
+from zo2adapters.trainers.run_inputs import RunInputs, RunStart, dtype_name
 from zo2adapters.trainers.run_plan import RunPlan, duration, plan_of, told_line
 from zo2adapters.trainers.tuning import schedule_of
 from zo2core import ZO2Error
@@ -131,7 +131,7 @@ def initial_recipe(request: TrainOptions) -> InitialRecipe:
         replace(request, rows=surveyed.options, objective=objective), surveyed.format
     )
     options, lengths, rows = _with_lengths(options, model)
-    inputs, plan = _packed(*_fitting(RunInputs.read(_with_held_out_rows(options, rows))))
+    inputs, plan = _packed(*_fitting(RunInputs.read(RunStart(_with_held_out_rows(options, rows)))))
     chosen = inputs.options
     # which a run on this machine has settled
     batching = replace(chosen.batching, loss_chunk=options.batching.loss_chunk)
@@ -331,7 +331,9 @@ def _fitting(inputs: RunInputs) -> tuple[RunInputs, RunPlan]:
         inputs.having(batch_size=rows, micro_batch_size=at_once) for at_once in possible
     )
     for fitting in larger:
-        memory = method_of(fitting.options).reserved_bytes(fitting.model, fitting.shapes())
+        memory = method_of(RunStart(fitting.options)).reserved_bytes(
+            fitting.model, fitting.shapes()
+        )
         if memory.nbytes <= _ACTIVATIONS * budget:
             with contextlib.suppress(MemoryBudgetError):
                 return _planned(fitting)

@@ -31,7 +31,7 @@ from zo2adapters.trainers.metrics import Results, best_step
 from zo2adapters.trainers.options import Execution, TrainOptions, require_shareable
 from zo2adapters.trainers.process import local_device, worker_trace
 from zo2adapters.trainers.run_directory import JOURNAL
-from zo2adapters.trainers.run_inputs import LargestBatch, RowShapes
+from zo2adapters.trainers.run_inputs import LargestBatch, RowShapes, RunStart
 from zo2core import (
     BlockUpdate,
     DevicePlan,
@@ -68,6 +68,9 @@ from zo2core.ranges import counted, parse_size, require_whole
 from zo2core.sweep.activations import IN_TRANSIT
 from zo2core.sweep.gradient_visitor import gradient_bytes
 from zo2core.types import divide_tied, packed_bytes, shown_bytes, trained
+
+# bytes of a new run's memory that a process may need which resumes it
+KEPT_FREE = 16 << 20
 
 LARGEST_SHARE = 0.02  # cost of a snapshot, at most, as a share of the time since the last one
 
@@ -128,18 +131,12 @@ class RunMethod(ABC):
     # steps between two commits of blocks that change on disk; None: none do
     commit_every: int | None = None
     write_back: WriteBackPolicy | None = None  # of zeroth-order steps
-    # bytes of a new run's memory that a process may need which resumes it
-    kept_free: int = 16 << 20
 
-    def __init__(
-        self,
-        options: TrainOptions,
-        shared: SharedBase | None = None,
-        workers: Workers | None = None,
-    ) -> None:
-        self.options = options
-        self.shared = shared
-        self.workers = workers
+    def __init__(self, start: RunStart) -> None:
+        self.options = start.options
+        self.shared = start.shared
+        self.workers = start.workers
+        self.kept_free = 0 if start.resumes else KEPT_FREE
 
     @abstractmethod
     def steps(self) -> ZerothOrder | FirstOrder:
@@ -388,13 +385,9 @@ class ZerothOrderRun(RunMethod):
     learning_rates = (1e-6, 3e-6, 1e-5, 3e-5, 1e-4, 3e-4, 1e-3)
     few_learning_rates = (1e-6, 1e-5, 1e-4, 1e-3)
 
-    def __init__(
-        self,
-        options: TrainOptions,
-        shared: SharedBase | None = None,
-        workers: Workers | None = None,
-    ) -> None:
-        super().__init__(options, shared, workers)
+    def __init__(self, start: RunStart) -> None:
+        super().__init__(start)
+        options = start.options
         self.estimator = options.estimator()  # refuses what cannot be combined
         self.forwards, storage = options.optimization.evaluations, options.storage
         self.spills = storage.device != "cpu"
@@ -634,13 +627,9 @@ class GradientRun(RunMethod):
 
     has_gradient = True
 
-    def __init__(
-        self,
-        options: TrainOptions,
-        shared: SharedBase | None = None,
-        workers: Workers | None = None,
-    ) -> None:
-        super().__init__(options, shared, workers)
+    def __init__(self, start: RunStart) -> None:
+        super().__init__(start)
+        options = start.options
         first_order, every = options.optimization, options.storage.snapshot_every
         optimizer = first_order.optimizer
         assert optimizer is not None, "it is what chose this class"
@@ -909,19 +898,24 @@ class GradientRun(RunMethod):
             )
 
 
-def method_of(
-    options: TrainOptions, shared: SharedBase | None = None, workers: Workers | None = None
-) -> ZerothOrderRun | GradientRun:
-    """The method that the options name.
+def method_of(start: RunStart) -> ZerothOrderRun | GradientRun:
+    """The method that the options of a run name.
 
     A rate of auto stands for any rate.
     """
-    if shared is not None:
+    options = start.options
+    if start.shared is not None:
         require_shareable(options)
-    options = options.with_rate(1.0) if options.optimization.lr == "auto" else options
-    return (ZerothOrderRun if options.optimization.optimizer is None else GradientRun)(
-        options, shared, workers
-    )
+    if options.optimization.lr == "auto":
+        start = replace(start, options=options.with_rate(1.0))
+    return ZerothOrderRun(start) if options.optimization.optimizer is None else GradientRun(start)
+
+
+def checked_method(start: RunStart) -> ZerothOrderRun | GradientRun:
+    """The method of a run, whose options that depend on neither model nor data are checked."""
+    start.options.require_valid()
+    start.options.require_packages()
+    return method_of(start)
 
 
 class StepWeights(NamedTuple):

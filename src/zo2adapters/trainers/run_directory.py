@@ -57,7 +57,7 @@ from zo2core.ranges import require_whole
 
 if TYPE_CHECKING:
     from zo2adapters.models.hf import HFBlockModel
-    from zo2adapters.trainers.run_inputs import RunInputs
+    from zo2adapters.trainers.run_inputs import Branch, RunInputs
     from zo2core import BlockModel, Journal
 
 
@@ -660,20 +660,19 @@ def require_branch(options: TrainOptions, journal: Journal, step: int) -> None:
     require_whole("steps", options.steps, step, otherwise=", the step to branch from")
 
 
-@contextlib.contextmanager
-def branched_run(parent: Path, step: int, options: TrainOptions) -> Iterator[None]:
-    """Create a run with the first steps of another one. It is then resumed like an interrupted run.
+def begin_branch(branch: Branch, options: TrainOptions) -> list[Path]:
+    """Create a run with the first steps of another one, and return the directories that this
+    created. The run is then resumed like an interrupted one.
 
-    Only journal and options are copied: blocks that the parent has written back are replayed. The
-    new run is removed if the body of the context raises.
+    Only journal and options are copied: blocks that the parent has written back are replayed.
     """
     from zo2core import Journal, branch_journal
     from zo2core.checkpoint.export import new_directory
 
-    options.require_valid()
+    parent, step = branch
     estimator = options.estimator()
     output = options.output
-    created = missing_directories(options.output)
+    created = missing_directories(output)
     require_new(output)
     with contextlib.closing(Journal(parent / JOURNAL)) as journal:
         header = journal.header
@@ -691,11 +690,7 @@ def branched_run(parent: Path, step: int, options: TrainOptions) -> Iterator[Non
             # for the run's recipe
             record["branch"] = {"resume": str(parent.resolve()), "from_step": step}
             replace_file(partial / OPTIONS, checked_json.to_text(record))
-    try:
-        yield
-    except BaseException:
-        remove_files(output, created)
-        raise
+    return created
 
 
 BASE_FILES = "base files sha256"  # key of the provenance

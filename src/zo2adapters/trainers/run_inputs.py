@@ -5,7 +5,7 @@ from __future__ import annotations
 import heapq
 import re
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import KW_ONLY, dataclass, replace
 from datetime import datetime
 from functools import cached_property
 from itertools import islice
@@ -28,7 +28,7 @@ from zo2adapters.tasks.rows import RowReader, Rows, file_batches, training_batch
 from zo2adapters.tasks.tokenizer import is_dated, load_tokenizer, pad_token_id, vocabulary_of
 from zo2adapters.trainers.options import Batching, TrainOptions
 from zo2adapters.trainers.process import require_same_inputs
-from zo2core import Workers
+from zo2core import SharedBase, Workers
 from zo2core.kernels.matmul_precision import EXACT, changes_products
 from zo2core.ranges import counted
 
@@ -38,6 +38,28 @@ Sequences: TypeAlias = Sequence[tuple[int, int]]
 MOST_SAMPLED = 50  # most tokens of an answer to a sample's prompt
 # to average over, whichever ends first; more hardly change the mean
 _SAMPLED_BATCHES, _SAMPLED_ROWS = 200, 20_000
+
+
+class Branch(NamedTuple):
+    """A step of another run."""
+
+    parent: Path  # the other run's directory
+    step: int
+
+
+@dataclass(frozen=True)
+class RunStart:
+    """What a run is before anything is read: its options, what it starts from, and who takes
+    part.
+    """
+
+    options: TrainOptions
+    _: KW_ONLY
+    resumes: bool = False  # whether its directory has steps, or options, from which it goes on
+    branch: Branch | None = None  # from which it is to begin
+    evaluates: bool = True  # whether its rows to evaluate on are evaluated
+    workers: Workers | None = None  # None: a run of one process
+    shared: SharedBase | None = None  # the base that other runs read, too
 
 
 class BatchShape(NamedTuple):
@@ -198,23 +220,16 @@ class RunInputs:
     division: Division | None = None  # None: batches are not divided because of memory
 
     @classmethod
-    def read(
-        cls,
-        options: TrainOptions,
-        workers: Workers | None = None,
-        *,
-        resume: bool = False,
-        digests: bool = False,
-    ) -> Self:
+    def read(cls, start: RunStart, *, digests: bool = False) -> Self:
         """Open the model, and read and tokenise the rows.
 
         Args:
-            options: Options of the run.
-            workers: Workers of the run; None: a run of one process.
-            resume: Whether the run has begun: earlier versions let a run begin with labels that no
-                row has.
+            start: The run. If it resumes: earlier versions let a run begin with labels that no row
+                has.
             digests: Whether the digests of files are computed, as the record of a run has them.
         """
+        options = start.options
+        workers = start.workers
         directory = resolve_directory(options.model)
         model, options = _settled_alike(options, workers, directory)
         tokenizer = load_tokenizer(directory)
@@ -240,7 +255,7 @@ class RunInputs:
             options, directory, model, tokenizer, pad_token_id(tokenizer), length, data, evaluation
         )
         options.rows.require_labelled(
-            are_labelled=resume or any(rows.are_labelled for rows in inputs.files)
+            are_labelled=start.resumes or any(rows.are_labelled for rows in inputs.files)
         )
         options.require_rows(data.format, None if evaluation is None else evaluation.format)
         paths = {"data": options.data, "evaluation": options.evaluation}

@@ -17,15 +17,22 @@ from zo2adapters.models.checkpoint import resolve_directory
 from zo2adapters.models.footprint import expected_held_bytes, forward_bytes
 from zo2adapters.models.hf import HFBlockModel
 from zo2adapters.trainers import probes
-from zo2adapters.trainers.division import divided, fitting_plan, read_inputs
 from zo2adapters.trainers.methods import (
     GradientRun,
     ZerothOrderRun,
     base_model,
+    checked_method,
     interval,
     method_of,
 )
 from zo2adapters.trainers.options import RunOptions, TrainOptions, require_shareable
+from zo2adapters.trainers.preparation import (
+    FittingPlan,
+    PreparedRun,
+    divided,
+    fitting_plan,
+    prepare,
+)
 from zo2adapters.trainers.process import with_kept_memory
 from zo2adapters.trainers.run_directory import (
     JOURNAL,
@@ -39,6 +46,7 @@ from zo2adapters.trainers.run_inputs import (
     RowlessInputs,
     RowShapes,
     RunInputs,
+    RunStart,
 )
 from zo2adapters.trainers.run_tasks import RunTasks
 from zo2core import DevicePlan, HostPlan, Journal, LowRankPerturbation, MemoryPolicy, ZO2Error
@@ -313,35 +321,23 @@ def duration(seconds: float) -> str:
     return f"{minutes} min" if minutes < 100 else f"{minutes // 60} h {minutes % 60} min"
 
 
-def plan_run(
-    options: TrainOptions, model: HFBlockModel, shapes: RowShapes, *, runs: int | None = None
-) -> RunPlan:
-    """Plan a run on the CPU or on a GPU, which need not be in this machine.
+def plan_run(fitting: FittingPlan, *, runs: int | None = None) -> RunPlan:
+    """What a run takes on the CPU or on a GPU, which need not be in this machine, or several equal
+    runs of one base.
 
     Nothing is loaded; probes take a few seconds.
     """
-    method = method_of(options)
-    options, storage = method.options, method.options.storage
-    on_device = storage.device != "cpu"
-    speeds = MeasuredSpeeds(model.weights)
-    if on_device and (method.has_gradient or runs is not None):
-        expected = (
-            "none with first-order steps or --runs, which are planned on the CPU: it has no effect "
-            "otherwise"
-        )
-        raise OptionError("device_memory", storage.device_memory, expected, "leave it out")
-    if runs is not None:
-        require_whole("runs", runs, 1, MOST_RUNS)
-        require_shareable(options)
-    if on_device:
-        parse_size(storage.device_memory, option="device_memory")
-    fitting = fitting_plan(method, model, shapes)
-    request = method.request(model, fitting.memory, rows=len(shapes.largest.lengths))
+    method = fitting.method
     if isinstance(method, ZerothOrderRun):
-        require_perturbation(request.perturbation, model, method.estimator, request.noise)
+        require_perturbation(
+            fitting.request.perturbation, fitting.model, method.estimator, fitting.request.noise
+        )
+    options = method.options
     spec = fitting.spec
-    forecast = _Forecast(options, model, shapes, request, spec, speeds)
-    if on_device:
+    forecast = _Forecast(
+        options, fitting.model, fitting.shapes, fitting.request, spec, fitting.speeds
+    )
+    if options.storage.device != "cpu":
         return forecast.on_device()
     planned = (
         forecast.of_gradients(method)
@@ -696,8 +692,25 @@ def _most(planned: Callable[[int], object]) -> int:
 
 def plan_of(inputs: RunInputs) -> RunPlan:
     """The plan of a run from its rows. See ``plan_run``."""
-    plan = plan_run(inputs.options, inputs.model, inputs.shapes())
-    return replace(plan, division=inputs.division)
+    method = method_of(RunStart(inputs.options))
+    return plan_run(fitting_plan(method, inputs.model, inputs.shapes()))
+
+
+def require_plannable(options: TrainOptions, runs: int | None) -> None:
+    """Refuse a run, or equal runs, for which there is no plan."""
+    has_gradient = options.optimization.optimizer is not None
+    if options.storage.device != "cpu":
+        device_memory = options.storage.device_memory
+        if has_gradient or runs is not None:
+            expected = (
+                "none with first-order steps or --runs, which are planned on the CPU: it has no "
+                "effect otherwise"
+            )
+            raise OptionError("device_memory", device_memory, expected, "leave it out")
+        parse_size(device_memory, option="device_memory")
+    if runs is not None:
+        require_whole("runs", runs, 1, MOST_RUNS)
+        require_shareable(options)
 
 
 def plan_of_options(
@@ -717,9 +730,8 @@ def plan_of_options(
         from_step: Step to branch from; None: the run is continued.
         runs: Number of equal runs that share their base; None: one run alone.
     """
-    options.require_valid()
-    options.require_packages()
-    method_of(options)  # checks the options that depend on neither model nor data
+    start = RunStart(options, resumes=resume is not None)
+    checked_method(start)
     continues = resume is not None and from_step is None
     if resume is not None:
         with closing(Journal(resume / JOURNAL)) as journal:
@@ -727,47 +739,48 @@ def plan_of_options(
                 require_resumable(options, journal)
             else:
                 require_branch(options, journal, from_step)
+    require_plannable(options, runs)
     inputs: RunInputs | RowlessInputs
     if has_rows:
-        inputs = _read_as_a_run(options, continues=continues, branches=from_step is not None)
+        inputs, fitting = _prepared_as_a_run(start, continues=continues)
     else:
         options.require_rows(None)
         directory = resolve_directory(options.model)
-        inputs = divided(RowlessInputs(options, options.opened(directory)))
+        inputs, fitting = divided(RowlessInputs(options, options.opened(directory)))
     with closing(inputs.model.weights):
-        plan = plan_run(inputs.options, inputs.model, inputs.shapes(), runs=runs)
+        plan = plan_run(fitting, runs=runs)
     return replace(plan, division=inputs.division)
 
 
-def _read_as_a_run(options: TrainOptions, *, continues: bool, branches: bool) -> RunInputs:
+def _prepared_as_a_run(start: RunStart, *, continues: bool) -> tuple[RunInputs, FittingPlan]:
     """Read what a run reads, and refuse what it refuses. A branch has its parent's division."""
-    if branches:
-        inputs = RunInputs.read(options)
-    else:
-        inputs = read_inputs(options, resume=continues, digests=continues)
+    inputs, method, _, fitting = prepare(start, digests=continues)
     RunTasks.of(inputs).task.close()
     if continues:
-        record_of(options.output, inputs)
-    return inputs
+        record_of(start.options.output, inputs)
+    if fitting is None:  # on a GPU
+        fitting = fitting_plan(method, inputs.model, inputs.shapes())
+    return inputs, fitting
 
 
-def planned(inputs: RunInputs) -> RunPlan | None:
+def planned(prepared: PreparedRun) -> RunPlan | None:
     """The plan of a run, whose model must not have an open engine."""
-    if inputs.options.storage.device != "cpu":
+    if prepared.fitting is None:
         return None
     try:
-        return plan_of(inputs)
+        return plan_run(prepared.fitting)
     except ZO2Error:
         return None
     finally:
-        probes.release_probe(inputs.model)
+        probes.release_probe(prepared.inputs.model)
 
 
 def told_line(
     options: TrainOptions, model: HFBlockModel, plan: RunPlan, *, trial_steps: int = 0
 ) -> str:
     """A line about a run: method, steps and time, memory and what it writes. See ``first_line``."""
-    memory = method_of(options).storage(model, plan.host_plan, None, plan.write_back_every)
+    method = method_of(RunStart(options))
+    memory = method.storage(model, plan.host_plan, None, plan.write_back_every)
     return f"{first_line(options, plan, trial_steps=trial_steps)} {memory}"
 
 

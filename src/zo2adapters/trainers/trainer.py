@@ -8,15 +8,15 @@ import math
 import statistics
 import sys
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import ExitStack, closing
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain, islice
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-from zo2adapters.trainers.division import fitting_plan, read_inputs
-from zo2adapters.trainers.methods import StepMemory, method_of, require_finite_base
+from zo2adapters.trainers.methods import RunMethod, checked_method, require_finite_base
 from zo2adapters.trainers.metrics import (
     LiveMetrics,
     StepBar,
@@ -29,6 +29,7 @@ from zo2adapters.trainers.metrics import (
 )
 from zo2adapters.trainers.model_card import ExportedModel, files_of_run
 from zo2adapters.trainers.options import Execution, TrainOptions
+from zo2adapters.trainers.preparation import prepare
 from zo2adapters.trainers.process import (
     device_kinds,
     is_first,
@@ -38,15 +39,17 @@ from zo2adapters.trainers.process import (
 from zo2adapters.trainers.run_directory import (
     JOURNAL,
     RunDirectory,
+    begin_branch,
     provenance,
+    remove_files,
     require_resumable,
     require_same_base_files,
     require_same_files,
 )
-from zo2adapters.trainers.run_inputs import RunInputs
-from zo2adapters.trainers.run_plan import duration, first_line, planned
+from zo2adapters.trainers.run_inputs import RunInputs, RunStart
+from zo2adapters.trainers.run_plan import RunPlan, duration, first_line, planned
 from zo2adapters.trainers.run_tasks import RunTasks
-from zo2core import Engine, HostPlan, Journal, SharedBase, Workers
+from zo2core import Engine, HostPlan, Journal
 from zo2core.errors import (
     CheckpointError,
     JournalError,
@@ -66,92 +69,163 @@ _WRONG_TIME, _WRONG_MEMORY = 1.3, 1.1  # factors from which on a plan is correct
 _LONG = 60  # seconds that are left from which on a plan is corrected
 
 
+class _Recorded(NamedTuple):
+    """What the journal of a run that goes on says."""
+
+    header: Mapping[str, Any] | None
+    first_step: int  # the earliest step from which the run may continue
+
+
+class Display(NamedTuple):
+    """What a run shows of its progress."""
+
+    quiet: bool = False
+    label: str | None = None  # name of the run, before what it prints, if several run
+
+
+QUIET = Display(quiet=True)
+
+
+def open_run(
+    start: RunStart,
+    *,
+    display: Display = Display(),  # noqa: B008 - frozen
+    execution: Execution | None = None,
+    plans: bool = False,
+) -> Trainer:
+    """Open a run: a new one, or one that goes on. What fails leaves nothing of a new one.
+
+    Args:
+        start: The run.
+        display: What is shown of its progress.
+        execution: How this process executes it.
+        plans: Whether its time and memory are planned, to be told.
+    """
+    execution = Execution() if execution is None else execution
+    of_options = checked_method(start)
+    output = start.options.output
+    with ExitStack() as refused:
+        if start.branch is not None:
+            refused.callback(remove_files, output, begin_branch(start.branch, start.options))
+            start = replace(start, resumes=True, branch=None)
+        directory = RunDirectory(output, resume=start.resumes)
+        refused.callback(directory.abandon)
+        recorded = _recorded(start, of_options)
+        prepared = prepare(start, digests=True)
+        inputs, method, memory, _ = prepared
+        options, model = inputs.options, inputs.model
+        require_same_steps(options.steps, start.workers)
+        tasks = RunTasks.of(inputs, evaluates=start.evaluates)
+        refused.callback(tasks.task.close)
+        directory.begin(inputs)
+        if start.resumes:
+            require_same_base_files(model, recorded.header)
+        tasks.task.prepare(
+            partial(method.open, model, memory.nbytes),
+            lambda: _remaining_rows(inputs, start, recorded),
+        )
+        devices = device_kinds(options.storage.device, start.workers)
+        decides = provenance(inputs, devices=devices, task=tasks.task.provenance)
+        plan = planned(prepared) if plans else None
+        engine = method.engine(model, memory, decides, execution)
+        refused.callback(engine.close)
+        journal = engine.journal
+        if execution.verify_base and (
+            unknown := verified_base(model, journal, quiet=display.quiet)
+        ):
+            journal.note_base(unknown)
+        if start.resumes:
+            require_resumable(options, journal)  # with what other workers have had
+            directory.save(options)
+        refused.pop_all()
+        return Trainer(
+            start=start,
+            display=display,
+            directory=directory,
+            inputs=inputs,
+            method=method,
+            activations=memory.nbytes,
+            tasks=tasks,
+            plan=plan,
+            engine=engine,
+        )
+
+
+def _recorded(start: RunStart, method: RunMethod) -> _Recorded:
+    """What the journal of a run says that goes on, of other files than these."""
+    if not start.resumes:
+        return _Recorded(None, 0)
+    with closing(Journal(start.options.output / JOURNAL)) as journal:
+        require_same_files(start.options, journal.header)
+        return _Recorded(journal.header, method.first_step(journal))
+
+
+def _remaining_rows(inputs: RunInputs, start: RunStart, recorded: _Recorded) -> list[Any]:
+    """Rows of the remaining steps and evaluations, the same for all workers."""
+    options = inputs.options
+    data = inputs.data
+    taken = recorded.first_step
+    if start.workers is not None:
+        taken = min(start.workers.all_gather(taken))
+    steps = max(options.steps - taken, 0)
+    # The steps contain a whole epoch, wherever they start in one.
+    is_all = steps * options.batching.batch_size >= 2 * len(data)
+    rows = data if is_all else chain.from_iterable(islice(inputs.batches(taken), steps))
+    return [*rows, *(inputs.evaluation or ())]
+
+
+@dataclass(frozen=True, kw_only=True)
 class Trainer:
-    """One run: opens model and data, takes steps, evaluates, and exports the model."""
+    """One open run: takes steps, evaluates, and exports the model. See ``open_run``."""
 
-    def __init__(
-        self,
-        options: TrainOptions,
-        *,
-        resume: bool = False,
-        quiet: bool = False,
-        label: str | None = None,
-        execution: Execution | None = None,
-        workers: Workers | None = None,
-        evaluates: bool = True,
-        plans: bool = False,
-        shared: SharedBase | None = None,
-    ) -> None:
-        options.require_valid()
-        options.require_packages()
-        # checks the options that depend on neither model nor data
-        self._method = method_of(options, shared, workers)
-        self._quiet = quiet
-        self._workers = workers
-        self._label = label
-        execution = Execution() if execution is None else execution
-        self._run = run = RunDirectory(options.output, resume=resume)
-        with ExitStack() as on_error:
-            on_error.callback(run.abandon)
-            self._first_step = 0
-            if resume:
-                with closing(Journal(options.output / JOURNAL)) as journal:
-                    header = journal.header
-                    require_same_files(options, header)
-                    self._first_step = self._method.first_step(journal)
-            self._method.kept_free = 0 if resume else self._method.kept_free
-            self._inputs = inputs = read_inputs(options, workers, resume=resume, digests=True)
-            self.options, self._model = options, model = inputs.options, inputs.model
-            self._method.options = options  # with what was chosen for this machine
-            require_same_steps(options.steps, workers)
-            self._task, self._evaluated, self._samples = RunTasks.of(inputs, evaluates=evaluates)
-            on_error.callback(self._task.close)
-            memory = self._reserved_bytes(inputs)
-            self._activations = memory.nbytes
-            run.begin(inputs)
-            if resume:
-                require_same_base_files(model, header)
-            self._task.prepare(
-                partial(self._method.open, model, self._activations), self._remaining_rows
-            )
-            devices = device_kinds(options.storage.device, workers)
-            decides = provenance(inputs, devices=devices, task=self._task.provenance)
-            self.plan = planned(inputs) if plans else None
-            self.engine: Any = self._method.engine(model, memory, decides, execution)
-            on_error.callback(self.engine.close)
-            journal = self.engine.journal
-            if execution.verify_base and (unknown := verified_base(model, journal, quiet=quiet)):
-                journal.note_base(unknown)
-            plan = self.engine.host_plan if shared is None else shared.host_plan
-            assert plan is not None, "the engine has planned its memory"
-            # On a device, or where graphs take what memory is spare, freed memory is not kept.
-            keeps = options.storage.device == "cpu" and not self._method.has_gradient
-            self.host_plan: HostPlan = with_kept_memory(plan, self._activations) if keeps else plan
-            # whether memory has no room for the activations of a step once more
-            self.is_tight = options.storage.device == "cpu" and self._activations > plan.spare
-            if resume:
-                require_resumable(options, journal)  # with what other workers have had
-                run.save(options)
-            on_error.pop_all()
+    start: RunStart
+    display: Display
+    directory: RunDirectory
+    inputs: RunInputs
+    method: RunMethod
+    activations: int  # bytes that are reserved for them
+    tasks: RunTasks
+    plan: RunPlan | None  # to be told; None: it was not planned
+    engine: Engine
 
-    def _reserved_bytes(self, inputs: RunInputs) -> StepMemory:
-        """Memory for activations, and the least of it that a device needs."""
-        method = self._method
-        shapes = inputs.shapes()
-        if method.shared is not None or inputs.options.storage.device != "cpu":
-            return method.reserved_bytes(inputs.model, shapes)
-        neighbours = 1 if self._workers is None else self._workers.neighbours
-        return fitting_plan(method, inputs.model, shapes, neighbours=neighbours).memory
+    @property
+    def options(self) -> TrainOptions:
+        """The options of the run, with what was chosen for this machine."""
+        return self.inputs.options
+
+    @property
+    def _on_cpu(self) -> bool:
+        return self.options.storage.device == "cpu"
+
+    @property
+    def _engine_plan(self) -> HostPlan:
+        """The plan of host memory of the engine, or of the base that it shares."""
+        shared = self.start.shared
+        plan = self.engine.host_plan if shared is None else shared.host_plan
+        assert plan is not None, "the engine has planned its memory"
+        return plan
+
+    @property
+    def host_plan(self) -> HostPlan:
+        """The plan of host memory, with what the allocator keeps."""
+        # On a device, or where graphs take what memory is spare, freed memory is not kept.
+        keeps = self._on_cpu and not self.method.has_gradient
+        return with_kept_memory(self._engine_plan, self.activations) if keeps else self._engine_plan
+
+    @property
+    def is_tight(self) -> bool:
+        """Whether memory has no room for the activations of a step once more."""
+        return self._on_cpu and self.activations > self._engine_plan.spare
 
     def notices(self) -> list[str]:
         """Lines about precision and data to print before the run."""
-        return self._inputs.notices()
+        return self.inputs.notices()
 
     def first_lines(self) -> list[str]:
         """Lines to print before the run: method, time, memory and disk in the first one."""
         engine = self.engine
-        memory = self._method.storage(
-            self._model, self._told_plan, engine.device_plan, engine.write_back_every
+        memory = self.method.storage(
+            self.inputs.model, self._told_plan, engine.device_plan, engine.write_back_every
         )
         line = memory if self.plan is None else f"{first_line(self.options, self.plan)} {memory}"
         return [line, *self.notices()]
@@ -166,7 +240,7 @@ class Trainer:
 
     def how_to_continue(self) -> str:
         """Lines that say how to continue the interrupted run."""
-        return self._method.how_to_continue(self.engine)
+        return self.method.how_to_continue(self.engine)
 
     def run(self) -> Path:
         """Train, evaluate and export."""
@@ -181,60 +255,50 @@ class Trainer:
             # whatever ends the steps: nothing half-done stays, and the error is raised again
             try:
                 if isinstance(error, NonFiniteLossError):
-                    require_finite_base(self._model)
+                    require_finite_base(self.inputs.model)
             finally:
                 # the directory of a run that has not started is removed, unless the run can be
                 # resumed
                 if not (self.engine.version or isinstance(error, _RESUMABLE)):
                     self.engine.close()
-                    self._run.abandon()
-            explained = self._method.explained(error, self.engine)
+                    self.directory.abandon()
+            explained = self.method.explained(error, self.engine)
             if explained is error:
                 raise
             raise explained from error
 
-    def _remaining_rows(self) -> list[Any]:
-        """Rows of the remaining steps and evaluations, the same for all workers."""
-        data, taken = self._inputs.data, self._first_step
-        taken = taken if self._workers is None else min(self._workers.all_gather(taken))
-        steps = max(self.options.steps - taken, 0)
-        # The steps contain a whole epoch, wherever they start in one.
-        is_all = steps * self.options.batching.batch_size >= 2 * len(data)
-        rows = data if is_all else chain.from_iterable(islice(self._inputs.batches(taken), steps))
-        return [*rows, *(self._inputs.evaluation or ())]
-
     def _take_steps(self) -> None:
         options, engine = self.options, self.engine
-        batches = self._inputs.batches(engine.version)
+        batches = self.inputs.batches(engine.version)
         evaluated = self._steps_evaluated()
         recorded = engine.journal.version  # earlier steps are repeated and have their rows already
-        tracker = options.report_to if is_first(self._workers) else "none"
+        tracker = options.report_to if is_first(self.start.workers) else "none"
         left = self._evaluations_left(engine.version + (engine.version in evaluated))
         with (
-            self._run.metrics(engine.journal) as file,
+            self.directory.metrics(engine.journal) as file,
             closing(LiveMetrics(tracker, options.output, file, options.to_json())) as metrics,
             StepBar(
-                self._label,
+                self.display.label,
                 options.steps,
                 initial=engine.version,
                 evaluations=left,
-                quiet=self._quiet,
+                quiet=self.display.quiet,
             ) as bar,
-            sweep_bars(engine, quiet=self._quiet or self._method.shared is not None),
+            sweep_bars(engine, quiet=self.display.quiet or self.method.shared is not None),
         ):
-            snapshots = self._method.snapshot_bytes(engine)
+            snapshots = self.method.snapshot_bytes(engine)
             seconds = list[float]()
             while True:
                 self._measure_if_due(evaluated, metrics, bar)
                 if engine.version >= options.steps:
                     break
                 rows = next(batches)
-                batch = self._task.batch(rows)
-                result = self._task.step(engine, rows, batch)
-                lines = self._method.after_step(engine, result)
+                batch = self.tasks.task.batch(rows)
+                result = self.tasks.task.step(engine, rows, batch)
+                lines = self.method.after_step(engine, result)
                 written = snapshots
-                snapshots = self._method.snapshot_bytes(engine)
-                measured = {**self._task.measured, "snapshot_bytes": snapshots - written}
+                snapshots = self.method.snapshot_bytes(engine)
+                measured = {**self.tasks.task.measured, "snapshot_bytes": snapshots - written}
                 is_known = result.step < recorded
                 record = metrics.step(
                     engine.journal.steps[result.step], result, batch, measured, is_known=is_known
@@ -249,10 +313,10 @@ class Trainer:
     def _steps_evaluated(self) -> set[int]:
         """The steps after which the journal has an evaluation: the first worker's."""
         evaluated = sorted(self.engine.journal.evaluations)
-        if self._workers is None:
+        if self.start.workers is None:
             return {*evaluated}
         # a worker that joined late has no metrics, and all workers evaluate together
-        return {*self._workers.all_gather(evaluated)[0]}
+        return {*self.start.workers.all_gather(evaluated)[0]}
 
     def _measure_if_due(
         self, evaluated: Collection[int], metrics: LiveMetrics, bar: StepBar
@@ -262,11 +326,11 @@ class Trainer:
         """
         at = self.engine.version
         is_due = self.options.is_evaluated_after(at)
-        if self._evaluated is not None and is_due and at not in evaluated:
-            self._evaluate(self._evaluated, metrics, bar)
+        if self.tasks.evaluated is not None and is_due and at not in evaluated:
+            self._evaluate(self.tasks.evaluated, metrics, bar)
         answers = at in (0, self.options.steps) or (self.options.rewards.reward and is_due)
-        if answers and self._samples is not None and is_first(self._workers):
-            self._samples.write(self.engine, self._run)
+        if answers and self.tasks.samples is not None and is_first(self.start.workers):
+            self.tasks.samples.write(self.engine, self.directory)
 
     def _correction(self, seconds: Sequence[float], bar: StepBar) -> str | None:
         """A line with the measured time and memory of a long run's first steps, unless the plan
@@ -275,13 +339,13 @@ class Trainer:
         step = statistics.median(seconds)
         used = peak_memory()
         left = (self.options.steps - self.engine.version) * step + bar.evaluation_seconds
-        if self._quiet or self._label is not None or left < _LONG:
+        if self.display.quiet or self.display.label is not None or left < _LONG:
             return None
         measured = f"{duration(step)} a step"
         memory = f"peak memory {shown_bytes(used)}"
         if self.plan is not None:
             told, planned = self.plan.seconds, self._told_plan.nbytes
-            is_streamed = self.host_plan.buckets is not None and not self._method.has_gradient
+            is_streamed = self.host_plan.buckets is not None and not self.method.has_gradient
             # Later steps then replay more updates at a time than the first ones. Memory may still
             # rise, with longer rows.
             grows = is_streamed and (self.engine.write_back_every or 1) > len(seconds)
@@ -302,13 +366,13 @@ class Trainer:
         """
         options = self.options
         engine = self.engine
-        exported = self._run.model
-        if self._run.has_model():
+        exported = self.directory.model
+        if self.directory.has_model():
             return exported
         best = best_step(engine.journal.evaluations) if options.keep_best else None
         step = engine.version if best is None else best
         # with the labels of the rows
-        rows = None if options.takes_labels else self._inputs.data.options
+        rows = None if options.takes_labels else self.inputs.data.options
         model_options = options.model_options
         written = ExportedModel(
             version=step, head=model_options.head, is_adapter=model_options.trains_adapter
@@ -320,9 +384,9 @@ class Trainer:
             if step != engine.version:  # updates cannot be undone: the model is made from the base
                 engine.close()
                 engine = opened.enter_context(
-                    self._method.at_step(engine, self._model, self._activations, step)
+                    self.method.at_step(engine, self.inputs.model, self.activations, step)
                 )
-            progress = opened.enter_context(export_bar(self._model, quiet=self._quiet))
+            progress = opened.enter_context(export_bar(self.inputs.model, quiet=self.display.quiet))
             engine.export(exported, files=files, progress=progress)
         return exported
 
@@ -332,23 +396,23 @@ class Trainer:
         """
         journal = self.engine.journal
         evaluations, last = journal.evaluations, journal.version
-        lines = [self._method.verdict(journal), best_line(evaluations)]
+        lines = [self.method.verdict(journal), best_line(evaluations)]
         best = best_step(evaluations)
         if not self.options.keep_best and best not in (None, last):
-            lines.append(f"{self._run.model} has the weights of the last step, {last}")
+            lines.append(f"{self.directory.model} has the weights of the last step, {last}")
         if self.options.keep_best and best == 0 < last:
             output = self.options.output
             lines.append(
-                f"{untrained_line(evaluations)}: {self._run.model} has the base's weights. To get "
-                f"those of the last step: zo2 export --run {output} --at {last} --output DIR"
+                f"{untrained_line(evaluations)}: {self.directory.model} has the base's weights. To "
+                f"get those of the last step: zo2 export --run {output} --at {last} --output DIR"
             )
         return [line for line in lines if line is not None]
 
     def close(self) -> None:
         """Close the engine and release the directory's lock. May be called twice."""
         self.engine.close()
-        self._task.close()
-        self._run.close()
+        self.tasks.task.close()
+        self.directory.close()
 
     def __enter__(self) -> Trainer:
         return self
@@ -358,7 +422,7 @@ class Trainer:
 
     def _evaluations_left(self, version: int) -> int:
         """Evaluations that are still due after this number of steps."""
-        return 0 if self._evaluated is None else self.options.evaluations_from(version)
+        return 0 if self.tasks.evaluated is None else self.options.evaluations_from(version)
 
     def _evaluate(
         self, evaluated: Callable[[Engine], dict[str, float]], metrics: LiveMetrics, bar: StepBar
@@ -366,7 +430,7 @@ class Trainer:
         began = time.perf_counter()
         results = evaluated(self.engine)
         seconds = time.perf_counter() - began
-        self._method.before_recording(self.engine, results)
+        self.method.before_recording(self.engine, results)
         self.engine.note_evaluation(results)
         bar.count_evaluation(seconds, left=self._evaluations_left(self.engine.version + 1))
         self._print(bar, metrics.evaluation(self.engine.version, results, seconds))
@@ -376,5 +440,8 @@ class Trainer:
 
         With several workers only the first one prints.
         """
-        if is_first(self._workers):
-            bar.write(line if self._label is None else f"{self._label}: {line}", file=sys.stderr)
+        if is_first(self.start.workers):
+            bar.write(
+                line if self.display.label is None else f"{self.display.label}: {line}",
+                file=sys.stderr,
+            )

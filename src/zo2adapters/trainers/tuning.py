@@ -22,11 +22,11 @@ from statistics import fmean
 from typing import Any, NamedTuple, Self
 
 from zo2adapters.trainers import checked_json
-from zo2adapters.trainers.division import read_inputs
-from zo2adapters.trainers.methods import RunMethod, method_of, open_shared_base
+from zo2adapters.trainers.methods import RunMethod, checked_method, method_of, open_shared_base
 from zo2adapters.trainers.metrics import align_rows, losses_of
 from zo2adapters.trainers.optimization import Decay
 from zo2adapters.trainers.options import TrainOptions, can_share, require_tunable
+from zo2adapters.trainers.preparation import prepare
 from zo2adapters.trainers.process import is_first, storage_of_one
 from zo2adapters.trainers.run_directory import (
     JOURNAL,
@@ -38,10 +38,10 @@ from zo2adapters.trainers.run_directory import (
     reading,
     replace_file,
 )
-from zo2adapters.trainers.run_inputs import RunInputs
-from zo2adapters.trainers.run_plan import RunPlan, duration, plan_of, planned, told_line
+from zo2adapters.trainers.run_inputs import RunInputs, RunStart
+from zo2adapters.trainers.run_plan import RunPlan, duration, plan_run, planned, told_line
 from zo2adapters.trainers.run_tasks import RunTasks
-from zo2adapters.trainers.trainer import Trainer
+from zo2adapters.trainers.trainer import Display, open_run
 from zo2core import Journal, SharedBase, Workers, ZO2Error
 from zo2core.errors import (
     DivergenceError,
@@ -152,7 +152,7 @@ def tune(
     """Find the learning rate, and ``zo_eps`` if several are given, that lowers the loss most."""
     # each trial has its own rate
     optimization = options.optimization
-    method = method_of(options.with_rate("auto"))
+    method = method_of(RunStart(options.with_rate("auto")))
     require_tunable(options, zo_eps)
     rates = learning_rates or method.learning_rates
     scales = zo_eps or [optimization.zo_eps]
@@ -187,9 +187,10 @@ def expected_seconds(options: TrainOptions, schedule: Schedule) -> float:
 
     The probes take a few seconds.
     """
-    inputs = read_inputs(options.with_rate("auto"))
-    with closing(inputs.model.weights):
-        return schedule.steps * plan_of(inputs).seconds
+    run = prepare(RunStart(options.with_rate("auto")))
+    assert run.fitting is not None, "a run on the CPU is planned"
+    with closing(run.inputs.model.weights):
+        return schedule.steps * plan_run(run.fitting).seconds
 
 
 def _trial(options: TrainOptions, method: RunMethod, lr: float, zo_eps: float) -> Trial:
@@ -298,14 +299,8 @@ def _lengthened(
         trial_options = options.having(
             output=trial.directory, lr=trial.lr, zo_eps=trial.zo_eps, steps=steps
         )
-    with Trainer(
-        trial_options,
-        resume=resume,
-        quiet=label is None,
-        label=label,
-        evaluates=False,
-        shared=shared,
-    ) as trainer:
+    start = RunStart(trial_options, resumes=resume, evaluates=False, shared=shared)
+    with open_run(start, display=Display(quiet=label is None, label=label)) as trainer:
         try:
             trainer.train()
         except (DivergenceError, NonFiniteLossError):
@@ -320,7 +315,8 @@ def _judged(trial: Trial, options: TrainOptions, journal: Journal) -> Trial:
     """
     losses = losses_of(journal)
     refused = sum(map(is_refused, journal.updates))
-    if method_of(options).verdict(journal) is not None or 2 * refused > journal.version:
+    verdict = method_of(RunStart(options)).verdict(journal)
+    if verdict is not None or 2 * refused > journal.version:
         return replace(trial, steps=journal.version, loss=math.inf)
     return replace(trial, steps=len(losses), loss=fmean(losses[int(len(losses) * (1 - _JUDGED)) :]))
 
@@ -367,23 +363,20 @@ _SHARE = 0.2
 def with_chosen_rate(
     options: TrainOptions, *, resume: bool, announce: Callable[[str], object]
 ) -> TrainOptions:
-    """Choose a run's learning rate, and save the run with it.
-
-    ``Trainer(..., resume=True)`` then takes its steps.
-    """
-    options.require_valid()
-    options.require_packages()
-    method_of(options)  # checks the options that depend on neither model nor data
+    """Choose a run's learning rate, and save the run with it, which then resumes."""
+    start = RunStart(options, resumes=resume)
+    checked_method(start)
     with closing(RunDirectory(options.output, resume=resume)) as run:
         try:
-            inputs = read_inputs(options, resume=resume, digests=True)
+            prepared = prepare(start, digests=True)
+            inputs = prepared.inputs
             RunTasks.of(inputs).task.close()  # refuses rows before the trials
             options = inputs.options
-            plan = planned(inputs)
+            plan = planned(prepared)
             run.begin(inputs)
             inputs.model.weights.close()
             tried = _tried(options)
-            method = method_of(options)
+            method = prepared.method
             rates, schedule = schedule_of(tried)
             trials = [_trial(tried, method, rate, options.optimization.zo_eps) for rate in rates]
             for line in _cost(inputs, plan, schedule):
@@ -436,7 +429,7 @@ def _tried(options: TrainOptions) -> TrainOptions:
 
 def schedule_of(options: TrainOptions) -> tuple[Sequence[float], Schedule]:
     """The rates that a run with this number of steps tries, and the steps of its trials."""
-    method = method_of(options)
+    method = method_of(RunStart(options))
     rates = method.learning_rates
     budget = round(_SHARE * options.steps * method.forwards)
     if least_forwards(len(rates), method.forwards, continues=False) > budget:

@@ -13,12 +13,12 @@ from models import WORDS, save_model, save_tokenizer, small_config
 from zo2adapters import open_checkpoint
 from zo2adapters.models.checkpoint import cached_chunk
 from zo2adapters.models.footprint import Masking
-from zo2adapters.trainers.division import divided, fitting_plan, read_inputs
 from zo2adapters.trainers.memory_probe import measured_bytes
 from zo2adapters.trainers.methods import method_of
 from zo2adapters.trainers.optimization import Optimization
 from zo2adapters.trainers.options import Batching, Storage, TrainOptions
-from zo2adapters.trainers.run_inputs import Division, RunInputs
+from zo2adapters.trainers.preparation import divided, fitting_plan, prepare
+from zo2adapters.trainers.run_inputs import Division, RunInputs, RunStart
 from zo2core import Journal, LowRankPerturbation, Workers
 from zo2core.errors import MemoryBudgetError, ZO2Warning
 
@@ -56,7 +56,7 @@ def options_of(folder: Path, memory: int, **changes: Any) -> TrainOptions:
 
 
 def read(options: TrainOptions) -> RunInputs:
-    inputs = read_inputs(options)
+    inputs = prepare(RunStart(options)).inputs
     inputs.model.weights.close()
     return inputs
 
@@ -80,7 +80,7 @@ def test_the_less_memory_there_is_the_more_a_batch_is_divided(
     assert fewer is not None
     assert ROWS > few > fewer >= 1
     too_little = options_of(folder, process_memory + (20 << 20), optimization=optimization)
-    undivided = RunInputs.read(too_little)
+    undivided = RunInputs.read(RunStart(too_little))
     with pytest.raises(MemoryBudgetError):
         divided(undivided)
     assert undivided.model.loss_chunk is None
@@ -91,10 +91,10 @@ def test_what_the_user_has_given_is_not_changed(folder: Path, process_memory: in
     memory = process_memory + (110 << 20)
     kept = Batching(batch_size=ROWS, micro_batch_size=ROWS, loss_chunk=1 << 20)
     with pytest.raises(MemoryBudgetError):
-        read_inputs(options_of(folder, memory, batching=kept))
+        prepare(RunStart(options_of(folder, memory, batching=kept)))
     exact = Optimization(method="mezo", lr=1e-2)
     with pytest.raises(MemoryBudgetError):
-        read_inputs(options_of(folder, memory, optimization=exact))
+        prepare(RunStart(options_of(folder, memory, optimization=exact)))
 
 
 def test_where_micro_batches_are_given_logits_are_computed_in_chunks(
@@ -198,7 +198,7 @@ def test_workers_divide_alike_and_as_was_recorded(
     inputs = read(options)
     monkeypatch.setattr(RunInputs, "read", lambda *_, **__: inputs)
     workers = Neighbours(others, is_recorded=others_resume)
-    chosen = read_inputs(options, workers, resume=resumes)
+    chosen = prepare(RunStart(options, workers=workers, resumes=resumes)).inputs
     assert chosen.options.batching.micro_batch_size == agreed
 
 
@@ -230,7 +230,7 @@ def test_a_run_has_memory_for_the_factors_of_all_its_steps_from_the_start(folder
         optimization = Optimization(method="zeroth-order", lr=1e-2, rank=2, period=1)
         options = options_of(folder, 4 << 30, steps=steps, optimization=optimization)
         inputs = read(options)
-        method = method_of(inputs.options)
+        method = method_of(RunStart(inputs.options))
         spec = fitting_plan(method, inputs.model, inputs.shapes()).spec
         parts = {part.name: part.nbytes for part in spec.host_plan.parts}
         assert parts["kept free, to resume the run"] == method.kept_free > 0

@@ -1,4 +1,5 @@
-"""The division of a run's batches, such that the largest one that can be drawn fits in memory.
+"""What a run needs before its engine is opened: its inputs are read, its batches divided such that
+the largest one that can be drawn fits in memory, and its memory is planned, once.
 
 If a whole batch has no room, as many rows run at a time as have some: *micro-batches*. If a single
 row has none, its logits are computed in chunks. Either changes a result by rounding, so the choice
@@ -18,63 +19,94 @@ from zo2adapters.models.checkpoint import cached_chunk
 from zo2adapters.models.hf import HFBlockModel
 from zo2adapters.tasks.registry import function_file
 from zo2adapters.trainers.memory_probe import measured_bytes
-from zo2adapters.trainers.methods import RunMethod, StepMemory, method_of
+from zo2adapters.trainers.methods import GradientRun, StepMemory, ZerothOrderRun, method_of
 from zo2adapters.trainers.options import TrainOptions
-from zo2adapters.trainers.run_inputs import Division, RowlessInputs, RowShapes, RunInputs
+from zo2adapters.trainers.run_inputs import (
+    Division,
+    RowlessInputs,
+    RowShapes,
+    RunInputs,
+    RunStart,
+)
 from zo2core import Workers, ZO2Error
 from zo2core.errors import MemoryBudgetError
-from zo2core.planning.memory import Machine, RunSpec, plan
+from zo2core.planning.memory import Machine, RunRequest, RunSpec, plan
 from zo2core.planning.speeds import MeasuredSpeeds
 
 Inputs = TypeVar("Inputs", RunInputs, RowlessInputs)
 
 
 class FittingPlan(NamedTuple):
-    """The plan of a run whose largest batch fits."""
+    """The plan of a run whose largest batch fits, and what it follows from."""
 
+    method: ZerothOrderRun | GradientRun
+    model: HFBlockModel
+    shapes: RowShapes
     memory: StepMemory
+    request: RunRequest
     spec: RunSpec
+    speeds: MeasuredSpeeds
 
 
-def read_inputs(
-    options: TrainOptions,
-    workers: Workers | None = None,
-    *,
-    resume: bool = False,
-    digests: bool = False,
-) -> RunInputs:
-    """Read what a run needs before it starts, and divide the batches of a new one. See
-    ``RunInputs.read``.
+class PreparedRun(NamedTuple):
+    """A run whose inputs were read, and whose memory was planned."""
+
+    inputs: RunInputs
+    method: ZerothOrderRun | GradientRun
+    memory: StepMemory  # what its engine reserves
+    # None: its engine alone knows the memory, that of a GPU or of a base that others share
+    fitting: FittingPlan | None
+
+
+def prepare(start: RunStart, *, digests: bool = False) -> PreparedRun:
+    """Read what a run needs before it starts, divide the batches of a new one, and plan its memory.
+    See ``RunInputs.read``.
     """
-    inputs = RunInputs.read(options, workers, resume=resume, digests=digests)
-    divides = not resume and inputs.options.storage.device == "cpu"
-    if workers is None:
-        return divided(inputs) if divides else inputs
-    chosen = inputs
-    if divides:
-        with suppress(MemoryBudgetError):  # which the worker's own plan tells
-            chosen = divided(inputs, workers)
-    return _agreed(inputs, chosen, workers, is_recorded=resume)
+    inputs = RunInputs.read(start, digests=digests)
+    on_cpu = inputs.options.storage.device == "cpu"
+    fitting = None
+    if on_cpu and not start.resumes:
+        inputs, fitting = _divided_alike(inputs, start)
+    elif start.workers is not None:
+        inputs = _agreed(inputs, inputs, start)
+    start = replace(start, options=inputs.options)
+    method = method_of(start)
+    if start.shared is not None or not on_cpu:
+        memory = method.reserved_bytes(inputs.model, inputs.shapes())
+        return PreparedRun(inputs, method, memory, None)
+    if fitting is None:
+        fitting = fitting_plan(method, inputs.model, inputs.shapes())
+    return PreparedRun(inputs, method, fitting.memory, fitting)
 
 
-def divided(inputs: Inputs, workers: Workers | None = None) -> Inputs:
+def _divided_alike(inputs: RunInputs, start: RunStart) -> tuple[RunInputs, FittingPlan | None]:
+    """Divide the batches of a new run as all of its workers do; without a plan, if it has to be
+    made anew.
+    """
+    if start.workers is None:
+        return divided(inputs)
+    chosen, fitting = inputs, None
+    with suppress(MemoryBudgetError):  # which the worker's own plan tells
+        chosen, fitting = divided(inputs, start.workers)
+    agreed = _agreed(inputs, chosen, start)
+    return agreed, fitting if agreed is chosen else None
+
+
+def divided(inputs: Inputs, workers: Workers | None = None) -> tuple[Inputs, FittingPlan]:
     """Choose micro-batches and chunks of a run with which its largest batch fits in this process.
 
     Raises:
         MemoryBudgetError: if it fits with none.
     """
-    neighbours = 1 if workers is None else workers.neighbours
     shapes = inputs.shapes()  # the largest batch has the same rows, however it is divided
     undivided = inputs.model.loss_chunk
     refusal: MemoryBudgetError | None = None
     for division in _divisions(inputs):
-        method = method_of(division.options, workers=workers)
+        method = method_of(RunStart(division.options, workers=workers))
         try:
-            fitting_plan(method, division.model, shapes, neighbours=neighbours)
+            return division, fitting_plan(method, division.model, shapes)
         except MemoryBudgetError as error:
             refusal = error
-            continue
-        return division
     inputs.model.loss_chunk = undivided
     inputs.model.pass_peaks = None
     assert refusal is not None, "the undivided batch was planned"
@@ -82,15 +114,15 @@ def divided(inputs: Inputs, workers: Workers | None = None) -> Inputs:
 
 
 def fitting_plan(
-    method: RunMethod, model: HFBlockModel, shapes: RowShapes, *, neighbours: int = 1
+    method: ZerothOrderRun | GradientRun, model: HFBlockModel, shapes: RowShapes
 ) -> FittingPlan:
     """Plan a run, whose prompts are continued together if they have room, else one at a time.
 
     Raises:
         MemoryBudgetError: if the largest batch has no room.
     """
-    storage = method.options.storage
-    on_device = storage.device != "cpu"
+    on_device = method.options.storage.device != "cpu"
+    neighbours = 1 if method.workers is None else method.workers.neighbours
     machine = Machine(in_place=not on_device, on_host=not on_device, neighbours=neighbours)
     masking = shapes.masking
     is_measured = model.pass_peaks is not None and model.pass_peaks.masking is masking
@@ -98,14 +130,17 @@ def fitting_plan(
         model.pass_peaks = measured_bytes(
             model, shapes.largest.lengths[0], masking, has_gradient=method.has_gradient
         )
+    speeds = MeasuredSpeeds(model.weights)
     refusal: MemoryBudgetError | None = None
     for together in (True, False) if shapes.prompts else (True,):
         memory = method.reserved_bytes(model, shapes, together=together)
         request = method.request(model, memory, rows=len(shapes.largest.lengths))
         try:
-            return FittingPlan(memory, plan(request, machine, MeasuredSpeeds(model.weights)))
+            spec = plan(request, machine, speeds)
         except MemoryBudgetError as error:
             refusal = error
+        else:
+            return FittingPlan(method, model, shapes, memory, request, spec, speeds)
     assert refusal is not None, "a plan was made"
     raise refusal
 
@@ -166,17 +201,18 @@ def _divided_by(inputs: Inputs, rows: int | None, chunk: int | None) -> Inputs:
     return replace(inputs, options=options, division=division)
 
 
-def _agreed(inputs: Inputs, chosen: Inputs, workers: Workers, *, is_recorded: bool) -> Inputs:
+def _agreed(inputs: RunInputs, chosen: RunInputs, start: RunStart) -> RunInputs:
     """The division of all workers: the recorded one, if some of them resume the run, else the
     smallest, so that it fits for each. A worker for which none fits is refused by its own plan.
     """
+    assert start.workers is not None, "several workers agree"
     batching = chosen.options.batching
     own: tuple[int | None, int | None] = batching.micro_batch_size, batching.loss_chunk
-    gathered = workers.all_gather([*own, is_recorded], "division")
+    gathered = start.workers.all_gather([*own, start.resumes], "division")
     recorded = [(rows, chunk) for rows, chunk, resumes in gathered if resumes]
     smallest_rows = min((rows for rows, _, _ in gathered if rows), default=None)
     smallest_chunk = min((chunk for _, chunk, _ in gathered if chunk), default=None)
     agreed = recorded[0] if recorded else (smallest_rows, smallest_chunk)
-    if is_recorded or agreed == own:
+    if start.resumes or agreed == own:
         return chosen
     return _divided_by(inputs, *agreed)
