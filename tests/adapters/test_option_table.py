@@ -29,7 +29,7 @@ from zo2adapters.tasks.option_tree import Change, Option, declared, flag
 from zo2adapters.tasks.option_tree import leaves as leaves_of
 from zo2adapters.trainers import checked_json
 from zo2adapters.trainers.optimization import Noise, Optimization
-from zo2adapters.trainers.option_checks import EXCLUDED, require_valid
+from zo2adapters.trainers.option_checks import require_valid
 from zo2adapters.trainers.options import RunOptions, TrainOptions
 from zo2adapters.trainers.recipe import read_recipe, require_unchanged
 from zo2core import Journal
@@ -39,7 +39,16 @@ from zo2core.ranges import EstimatorName, Fitness
 OPTIONS: dict[str, Option] = {
     one.name: one.option for one in declared(Train) if one.option is not None
 }
-NEEDED = [(name, list(option.needs)) for name, option in OPTIONS.items() if option.needs]
+EXCLUDED = [
+    (name, other, expected)
+    for name, option in OPTIONS.items()
+    for other, expected in option.excludes.items()
+]
+NEEDED = [
+    (name, list(option.needs))
+    for name, option in OPTIONS.items()
+    if option.needs and "estimator=mezo" not in option.needs  # the default
+]
 CHANGED: dict[str, tuple[object, object]] = {  # the value on the command line, and in the options
     "steps": (5, 5),
     "keep_best": (True, True),
@@ -126,7 +135,8 @@ OTHER: dict[str, Any] = {  # another value than the default
     "betas": (0.8, 0.9),
     "clip_grad": 1.0,
     "clip_median": 2.0,
-    "device": "cuda",
+    "device": "cuda:1",
+    "device_memory": "6GiB",
     "estimator": EstimatorName.FZOO,
     "eval_split": 0.5,
     "evaluate_every": 2,
@@ -222,7 +232,9 @@ def test_what_excludes_each_other_is_refused_by_name(
 def test_what_is_needed_is_named(name: str, needed: list[str]) -> None:
     with pytest.raises(OptionError, match=f"^{name}: found .*; expected {flag(needed[0])}"):
         require(**{name: other(name)})
-    require(**{name: other(name), needed[0]: other(needed[0])})
+    needs, _, value = needed[0].partition("=")
+    of_needed = {needs: EstimatorName(value) if needs == "estimator" else value or other(needs)}
+    require(**{name: other(name), **of_needed})
 
 
 DEFAULTS = {one.name: one.default for one in declared(RunOptions())}
@@ -255,8 +267,8 @@ GIVEN: list[tuple[str, str | None]] = [
     ("--no-keep-best --no-pack --samples 0 --report-to none", None),
     ("--method adamw --betas 0.8 0.9 --betas None --method sgd --lr 1e-2", None),
     ("--method sgd --betas 0.8 0.9 --lr 1e-2", "--betas: found 0.8 0.9 with --method sgd"),
-    ("--estimator mezo --fitness scaled", "--fitness: found mezo; expected the estimator es"),
-    ("--fitness scaled", "--fitness: found mezo; expected the estimator es"),
+    ("--estimator mezo --fitness scaled", "--fitness: found scaled; expected --estimator es"),
+    ("--fitness scaled", "--fitness: found scaled; expected --estimator es"),
     ("--estimator es --fitness scaled --queries 2", None),
     ("--estimator mezo --queries 1", None),
     ("--rank 2 --write-back-every auto", "--write-back-every: found auto with --rank; expected no"),

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
 from zo2adapters.commands.at_step import EXPORT_BYTES, AtStep
-from zo2adapters.commands.options import POSITIONAL, Command
+from zo2adapters.commands.options import POSITIONAL, Command, Written
 from zo2adapters.models.model_files import require_model
 from zo2adapters.optional_package import require_package
 from zo2adapters.trainers.metrics import export_bar, progress_bar
@@ -101,7 +101,7 @@ class Export(WritesDirectory):
         "memory"
     )
 
-    output_dtype: DtypeName = "auto"
+    output_dtype: Annotated[DtypeName, Written(library=("export_dtype",))] = "auto"
     """Dtype in which weights are written. auto is the dtype in which the run stores them or, in
     mixed precision, the base's.
     """

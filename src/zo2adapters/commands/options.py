@@ -36,7 +36,7 @@ from zo2adapters.tasks.option_tree import (
     kinds_of,
     named_values,
 )
-from zo2adapters.trainers.recipe import yaml_kind
+from zo2adapters.trainers.recipe import OPTIONS, yaml_kind
 from zo2core.errors import (
     DeviceError,
     JournalError,
@@ -56,8 +56,6 @@ _DESCRIPTION = (
 _KINDS = {int: "INT", float: "FLOAT", str: "TEXT", Path: "PATH"}
 _NUMBERS = {int: "a whole number", float: "a number"}
 _SECTION = re.compile(rf"^--(?:{'|'.join(SECTIONS)})[.]")  # --method.lr is --lr
-# options on which the effects of others depend
-_DECIDING = {"method", "adapter", "lora_rank"}
 _MOST_LISTED = 20  # options that a message lists
 # similarity above which a name is a misspelling; below it, a name contained in the unknown one is
 # better
@@ -66,26 +64,7 @@ _ALIKE = 0.75
 # What a recipe may write for a switch: the words for a bool that PyYAML takes in YAML 1.1.
 _SWITCHES = {"true": True, "yes": True, "on": True, "false": False, "no": False, "off": False}
 
-# Options of other trainers that would not be recognised or be taken for another one, by what they
-# are called here.
-_OTHER_NAMES: Mapping[str | None, str] = {
-    "betas": "adam_beta1 adam_beta2",
-    "decay": "lr_scheduler_type",
-    "dtype": "bf16 fp16",
-    "evaluate_every": "eval_steps",
-    "keep_best": "load_best_model_at_end",
-    "lora_rank": "lora_r",
-    "lora_targets": "target_modules",
-    "max_new_tokens": "max_completion_length",
-    "method": "exact_mezo optim",
-    "micro_batch_size": "gradient_accumulation_steps",
-    "pack": "packing",
-    "sequence_length": "cutoff_len max_length max_seq_length",
-    "snapshot_every": "save_steps",
-    "steps": "epochs num_epochs num_train_epochs",
-    "warmup_steps": "warmup_ratio",
-    None: "adam_epsilon lr_scheduler_kwargs",  # nothing here does the same
-}
+_NOWHERE = {"adam_epsilon", "lr_scheduler_kwargs"}  # options of other trainers that none here does
 _QUALIFIERS = {
     "",
     "per",
@@ -146,6 +125,7 @@ class Written(NamedTuple):
 
     name: str | None = None
     aliases: tuple[str, ...] = ()  # further names, with hyphens
+    library: tuple[str, ...] = ()  # what the library's errors call it
 
 
 Values: TypeAlias = Mapping[str, Any]  # of options, by field
@@ -164,6 +144,7 @@ class OptionField(NamedTuple):
     aliases: tuple[str, ...] = ()  # further names, with hyphens
     is_positional: bool = False
     option: Option | None = None  # what is declared beside it; None: it is no option of a run
+    library: tuple[str, ...] = ()  # what the library's errors call it, if it is no option of a run
 
     @property
     def flags(self) -> tuple[str, ...]:
@@ -224,6 +205,7 @@ def _fields(command: Any) -> Iterator[OptionField]:
             aliases=written.aliases,
             is_positional=POSITIONAL in one.marks,
             option=one.option,
+            library=written.library,
         )
 
 
@@ -262,7 +244,8 @@ def filled_in(
     which may have all options of a run.
     """
     values = {**recipe, **line}
-    given = line.keys() if line.keys() & _DECIDING else values.keys()
+    deciding = {one.field for one in option_fields(options) if one.option and one.option.decides}
+    given = line.keys() if line.keys() & deciding else values.keys()
     missing = [
         option._replace(aliases=()).written
         for option in option_fields(options)
@@ -576,7 +559,8 @@ def unknown_option(
         present = [word.rpartition("=")[2].rstrip("!") for word in former.split()]
         expected = ", ".join(written[one] for one in present if one in written)
         return OptionError(where, found, f"{expected}: each is an option", "write these instead")
-    nearest = nearest_name(name.removeprefix("--").replace("-", "_"), written)
+    elsewhere = {one: OPTIONS[one].elsewhere for one in written if one in OPTIONS}
+    nearest = nearest_name(name.removeprefix("--").replace("-", "_"), written, elsewhere)
     if nearest is None:
         every, text = ("-all", "") if len(known) > _MOST_LISTED else ("", f": {names}")
         expected = f"an option of {command}{text}"
@@ -587,7 +571,11 @@ def unknown_option(
     return OptionError(where, found, expected, remedy)
 
 
-def nearest_name(name: str, names: Iterable[str]) -> str | None:
+def nearest_name(
+    name: str,
+    names: Iterable[str],
+    elsewhere: Mapping[str, Sequence[str]] = MappingProxyType({}),
+) -> str | None:
     """The known name that a user who wrote another one most likely meant; None if there is no
     similar one.
 
@@ -595,9 +583,11 @@ def nearest_name(name: str, names: Iterable[str]) -> str | None:
     after words that only qualify it (``batch_size`` in ``per_device_train_batch_size``).
     """
     known = list(names)
-    for here, elsewhere in _OTHER_NAMES.items():
-        if name in elsewhere.split() and here in (None, *known):
+    for here, others in elsewhere.items():
+        if name in others:
             return here
+    if name in _NOWHERE:
+        return None
     alike = difflib.get_close_matches(name, known, n=1, cutoff=_ALIKE)
     if alike:
         return alike[0]
@@ -763,23 +753,6 @@ def completions(line: str, commands: Iterable[str], options_of: Callable[[str], 
     return [text for text in offered if text.startswith(last)]
 
 
-# What the library calls an option, by its name on the command line.
-_LIBRARY_NAMES: Mapping[str, str] = {
-    "memory": "memory.host",
-    "device_memory": "memory.device",
-    "activation_memory": "memory.activations memory.least_activations",
-    "adapter_frozen": "adapter.frozen",
-    "seed": "adapter.seed",
-    "rank": "perturbation perturbation.rank",
-    "period": "perturbation.period",
-    "stack": "perturbation.stack",
-    "write_back_every": "write_back.every",
-    "snapshot_every": "write_back.snapshot_every",
-    "write_limit_tb": "write_back.terabytes_per_1000_steps",
-    "max_grad_norm": "clip",
-    "method": "optimizer",
-    "output_dtype": "export_dtype",
-}
 _LONGEST_PATH = 300  # characters of a path that an error shows
 # What the library's errors tell to write in Python, as flags.
 _IN_FLAGS: Mapping[str, str] = {
@@ -801,14 +774,6 @@ _IN_FLAGS: Mapping[str, str] = {
 _HEADER_KEY = re.compile(
     r"\b(?:estimator|method|perturbation|provenance)\.[\w. -]*?\w(?= [-\d'TFN\[{]|;|\. )"
 )
-# Options by the last part of their keys there, where these differ.
-_IN_HEADER: Mapping[str, str] = {
-    "clip_norm": "max_grad_norm",
-    "clip_value": "max_grad_value",
-    "evaluated_every": "evaluate_every",
-    "peak": "lr",
-    "q": "queries",
-}
 _QUOTED = re.compile(r"`([^`]+)`")
 # Options that reduce the memory a command takes.
 _MEMORY_OPTIONS = (
@@ -907,10 +872,7 @@ def _flags_of(listed: Sequence[OptionField]) -> dict[str, str]:
     """Options as flags, by their names, those of their fields, and the library's."""
     flags = {name: option.flag for option in listed for name in (option.name, option.field)}
     return flags | {
-        name: flags[option]
-        for option, names in _LIBRARY_NAMES.items()
-        if option in flags
-        for name in names.split()
+        name: one.flag for one in listed if one.option is not None for name in one.option.library
     }
 
 
@@ -918,4 +880,4 @@ def _option_of(key: str) -> str:
     """The option that a journal's header has at a dotted key, such as ``estimator.lr.peak``."""
     first, *_, last = key.split(".")
     name = last.replace(" ", "_").replace("-", "_")
-    return first if name == "name" else _IN_HEADER.get(name, name)
+    return first if name == "name" else name

@@ -31,7 +31,7 @@ from zo2adapters.commands.options import (
     text_table,
     with_given,
 )
-from zo2adapters.tasks.option_tree import Change, Option, filled, flag
+from zo2adapters.tasks.option_tree import Change, Option, declared, filled, flag
 from zo2adapters.tasks.registry import function_file
 from zo2adapters.trainers.metrics import align_rows, criterion, losses_of
 from zo2adapters.trainers.options import (
@@ -83,20 +83,6 @@ TABLE = "runs.json"  # name of the comparison of several runs in their output di
 _OWN_FILES = (LOCK, TABLE)  # names in that directory that no run can have
 _NAME = re.compile(r"[A-Za-z0-9][\w.-]*")  # of one of several runs
 _JUDGED = 0.1  # share of a run's steps, the last ones, whose mean loss is compared
-# Options that several runs share.
-_SAME = [
-    "model",
-    "output",
-    "memory",
-    "device",
-    "device_memory",
-    "dtype",
-    "precision",
-    "resume",
-    "runs",
-    "task",
-    "from_step",
-]
 # objective of a run with a function of the user's own, which the command line has to name again
 _NOT_NAMED = ""
 
@@ -113,14 +99,14 @@ class Train(RunOptions, Command):
         "model data output method steps lr lora_rank batch_size evaluation memory device resume"
     )
 
-    model: Annotated[str | None, Option("model", Change.MOVED)] = None
+    model: Annotated[str | None, Option("model", Change.MOVED, is_shared=True)] = None
     """Model directory, GGUF file or hub id, or ollama:NAME of ollama's store."""
     data: Annotated[Path | None, Option("data", Change.MOVED)] = None
     """File of rows: JSONL, JSON, CSV or Parquet, a directory that datasets saved, or name:split of
     the hub. Each row has text, or prompt and completion (loss on the completion only), or messages.
     With --task: the directory with the benchmark's files.
     """
-    task: Annotated[str | None, Option("output", Change.CALL)] = None
+    task: Annotated[str | None, Option("output", Change.CALL, is_shared=True)] = None
     """Benchmark, such as sst2, which is downloaded from the hub unless --data names its files.
 
     Its rows are written to DIR.rows, the model is scored, trained with --keep-best, and scored
@@ -130,23 +116,23 @@ class Train(RunOptions, Command):
     """With --task: number of solved examples before each prompt in one more evaluation before
     training.
     """
-    output: Annotated[Path | None, Option("output", Change.CALL)] = None
+    output: Annotated[Path | None, Option("output", Change.CALL, is_shared=True)] = None
     """Directory for the run: journal.jsonl, metrics.jsonl and, at the end, model/.
 
     It must be new or empty. Further workers on the same host use DIR.worker-1 and so on.
     """
-    resume: Annotated[Path | None, Option("output", Change.CALL)] = None
+    resume: Annotated[Path | None, Option("output", Change.CALL, is_shared=True)] = None
     """Directory of a run to continue; the result is that of an uninterrupted one.
 
     Options that do not change it (memory, --trace, ...) may be given, and more --steps if --decay
     is constant; else a new run with --adapter RUN/model goes on from its adapter. --model and
     --data name moved files.
     """
-    from_step: Annotated[int | None, Option("output", Change.CALL)] = None
+    from_step: Annotated[int | None, Option("output", Change.CALL, is_shared=True)] = None
     """Step to branch from: --output gets a new run, which starts with the steps before this one of
     the run in --resume. It may have other --steps, --lr and the like. This is how steps are undone.
     """
-    runs: Annotated[Path | None, Option("output", Change.CALL)] = None
+    runs: Annotated[Path | None, Option("output", Change.CALL, is_shared=True)] = None
     """YAML file that trains several runs of one model at once, which share each pass over its
     blocks: a line for each run, such as small: {lr: 1e-4}, with the options in which it differs
     from this command. Each has a directory in --output, and can be continued alone; the same
@@ -605,6 +591,7 @@ def read_differences(path: Path) -> dict[str, Mapping[object, object]]:
     """Read the names of several runs, and the options in which they differ."""
     runs = dict[str, Mapping[object, object]]()
     example = "a line such as small: {lr: 1e-4} for each run"
+    shared = {one.name for one in declared(Train) if one.option and one.option.is_shared}
     try:
         named = read_recipe(path)
     except OptionError as error:
@@ -629,7 +616,7 @@ def read_differences(path: Path) -> dict[str, Mapping[object, object]]:
                 f"a name that is none of {', '.join(_OWN_FILES)}, files beside the runs",
                 "give the run another name",
             )
-        if common := [str(option) for option in values if option in _SAME]:
+        if common := [str(key) for key in values if key in shared]:
             remedy = f"pass {flag(common[0])} for all runs"
             raise OptionError(
                 f"{path}, {name}", common[0], "options in which runs of one base may differ", remedy

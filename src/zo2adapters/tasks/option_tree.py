@@ -13,12 +13,12 @@ import inspect
 import itertools
 import math
 import textwrap
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import MISSING, fields, is_dataclass, replace
 from enum import Enum
 from functools import cache, partial
 from pathlib import Path
-from types import UnionType
+from types import MappingProxyType, UnionType
 from typing import (
     Annotated,
     Any,
@@ -101,7 +101,15 @@ class Option(NamedTuple):
     effect: Effect = ANY
     check: Check | None = None  # refuses values out of range
     unchecked: tuple[object, ...] = (None, "auto", "never")  # values that are in no range
-    needs: tuple[str, ...] = ()  # options beside one of which alone it has an effect
+    # options beside one of which alone it has an effect; name=value if it needs this value, which
+    # a colon and more may follow, as in cuda:1
+    needs: tuple[str, ...] = ()
+    # options that it excludes, and what it needs instead of each
+    excludes: Mapping[str, str] = MappingProxyType({})
+    is_shared: bool = False  # whether several runs of one base have it in common
+    decides: bool = False  # whether effects of other options depend on it
+    elsewhere: tuple[str, ...] = ()  # what other trainers call it
+    library: tuple[str, ...] = ()  # what the library's errors and journals call it
 
 
 class Refusal(NamedTuple):
@@ -253,9 +261,23 @@ def flat(options: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for values in listed for name, value in values.items()}
 
 
+def is_met(need: str, values: Mapping[str, Any], there: Collection[str]) -> bool:
+    """Whether options meet a need of another one.
+
+    Args:
+        need: See ``Option.needs``.
+        values: The options by name.
+        there: Names of those that were not left out.
+    """
+    name, _, value = need.partition("=")
+    given = str(plain(values.get(name)))
+    return f"{given}:".startswith(f"{value}:") if value else name in there
+
+
 def flag(name: str) -> str:
-    """An option as it is written on the command line."""
-    return f"--{name.replace('_', '-')}"
+    """An option as it is written on the command line, also with a value, as in name=value."""
+    name, _, value = name.partition("=")
+    return f"--{name.replace('_', '-')} {value}".rstrip()
 
 
 def plain(value: object) -> Any:

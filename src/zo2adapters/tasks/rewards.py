@@ -75,14 +75,28 @@ class RewardName(NamedTuple):
 class RewardOptions:
     """Rewards, and how the completions that they judge are generated."""
 
-    reward: Annotated[tuple[str, ...], Option("method", effect=ZEROTH)] = ()
+    reward: Annotated[
+        tuple[str, ...],
+        Option(
+            "method",
+            effect=ZEROTH,
+            excludes={"head": "a causal language model", "objective": "one objective"},
+        ),
+    ] = ()
     """Learn from a number that says how good each completion is that the model writes, instead of
     from the rows' own completions. exact-match, arithmetic, json-schema, regex and length are
     ready; FILE.py:function is a function of the prompt, the completion and the row. Several are
     added; NAME=0.5 gives one a weight. Use it with --estimator es.
     """
     max_new_tokens: Annotated[
-        int, Option("method", effect=ZEROTH, check=whole(1), needs=("reward",))
+        int,
+        Option(
+            "method",
+            effect=ZEROTH,
+            check=whole(1),
+            needs=("reward",),
+            elsewhere=("max_completion_length",),
+        ),
     ] = 32
     """With --reward: most tokens of a completion.
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 from enum import Enum
 from functools import partial
@@ -142,7 +142,8 @@ class StepSize(PerturbationScale):
     """How far a step moves the weights."""
 
     lr: Annotated[
-        float | Literal["auto"] | None, Option("schedule", Change.BRANCH, check=number(above=0))
+        float | Literal["auto"] | None,
+        Option("schedule", Change.BRANCH, check=number(above=0), library=("peak",)),
     ] = None
     """Peak learning rate; auto tries several in short runs before the first step.
 
@@ -186,7 +187,18 @@ def _above(option: str, value: float, most: float, why: str) -> Refusal:
 class StepMethod:
     """What is trained, and how."""
 
-    method: Annotated[MethodName, Option("method")] = "lora"
+    method: Annotated[
+        MethodName,
+        Option(
+            "method",
+            elsewhere=(
+                "exact_mezo",
+                "optim",
+            ),
+            library=("optimizer",),
+            decides=True,
+        ),
+    ] = "lora"
     """What is trained, and how. lora: a new LoRA adapter, by AdamW. adamw, sgd, lomo, adalomo and
     badam: all parameters, by gradients. zeroth-order: all parameters, without gradients; mezo: the
     same with MeZO's bits. All but lomo, adalomo and badam train an adapter instead, if there is
@@ -216,7 +228,9 @@ class ZerothOrderSteps(StepMethod, PerturbationScale):
     about the distance that a step moves a weight, such as 1e-5. es, for --reward, evaluates both
     sides of several --queries and compares their losses; its --lr is such a distance, too.
     """
-    fitness: Annotated[Fitness, Option("method", Change.BRANCH, ESTIMATED)] = Fitness.SCALED
+    fitness: Annotated[
+        Fitness, Option("method", Change.BRANCH, ESTIMATED, needs=("estimator=es",))
+    ] = Fitness.SCALED
     """With --estimator es: how the losses of a step are compared. scaled subtracts their mean and
     divides by their standard deviation; ranks replaces them by their ranks.
     """
@@ -224,25 +238,57 @@ class ZerothOrderSteps(StepMethod, PerturbationScale):
     """Random directions. mezo draws the same numbers as MeZO; the others are counter-based and much
     faster to draw.
     """
-    queries: Annotated[int, Option("method", Change.BRANCH, ZEROTH, whole(1, MOST_QUERIES))] = 1
+    queries: Annotated[
+        int, Option("method", Change.BRANCH, ZEROTH, whole(1, MOST_QUERIES), library=("q",))
+    ] = 1
     """Directions per step.
 
     Each adds two forward passes, or one with fzoo, but no transfers. The update along each
     direction uses lr / queries.
     """
-    rank: Annotated[int | None, Option("method", effect=ESTIMATED)] = None
+    rank: Annotated[
+        int | None,
+        Option(
+            "method",
+            effect=ESTIMATED,
+            excludes={"snapshot_every": "no snapshots, because no weights change"},
+            library=(
+                "perturbation",
+                "perturbation.rank",
+            ),
+        ),
+    ] = None
     """Perturb by directions of this rank, such as 8, without changing the weights: they are only
     read, the forward passes of a step run as one batch, and updates add up in float32. By default
     directions have full rank and perturb the weights.
     """
-    period: Annotated[int, Option("method", effect=ESTIMATED, needs=("rank",))] = 100
+    period: Annotated[
+        int, Option("method", effect=ESTIMATED, needs=("rank",), library=("perturbation.period",))
+    ] = 100
     """With --rank: steps after which the factor that consecutive directions share is drawn anew."""
-    stack: Annotated[int | None, Option("method", effect=ESTIMATED, needs=("rank",))] = None
+    stack: Annotated[
+        int | None,
+        Option("method", effect=ESTIMATED, needs=("rank",), library=("perturbation.stack",)),
+    ] = None
     """With --rank: largest number of evaluations that run as one batch, by default all of a step.
 
     Fewer need less memory.
     """
-    per_row: Annotated[bool, Option("method", Change.BRANCH, ESTIMATED)] = False
+    per_row: Annotated[
+        bool,
+        Option(
+            "method",
+            Change.BRANCH,
+            ESTIMATED,
+            needs=("estimator=mezo",),
+            excludes={
+                "head": "a causal language model",
+                "objective": "loss, which each row has separately",
+                "pack": "padded rows, whose losses can be told apart",
+                "micro_batch_size": "whole batches",
+            },
+        ),
+    ] = False
     """Use a separate direction for each row of a batch, at no more forward passes.
 
     With --queries the rows are divided among so many directions. With --rank all rows run as one
@@ -302,22 +348,13 @@ class ZerothOrderSteps(StepMethod, PerturbationScale):
             return DensePerturbation()
         return LowRankPerturbation(rank=self.rank, period=self.period, stack=self.stack)
 
-    def require_consistent(self, *, given: Collection[str] = ()) -> None:
+    def require_consistent(self) -> None:
         """Refuse options that cannot be combined with the estimator, or with directions of low
         rank.
-
-        Args:
-            given: Names of options that were given, whatever their values are.
         """
-        name = self.estimator.value
-        is_mezo = self.estimator is EstimatorName.MEZO
         is_fzoo = self.estimator is EstimatorName.FZOO
-        is_es = self.estimator is EstimatorName.ES
-        has_fitness = "fitness" in given or self.fitness is not Fitness.SCALED
         in_order = self.rank is not None and self.noise is Noise.MEZO
         refuse(
-            Refusal(self.per_row and not is_mezo, "per_row", name, "the estimator mezo"),
-            Refusal(has_fitness and not is_es, "fitness", name, "the estimator es"),
             Refusal(
                 is_fzoo and self.noise is not Noise.RADEMACHER,
                 "noise",
@@ -374,7 +411,7 @@ class BlockUpdates(StepMethod):
     """How a first-order step changes all parameters."""
 
     max_grad_value: Annotated[
-        float | None, Option("method", effect=FULL, check=number(above=0))
+        float | None, Option("method", effect=FULL, check=number(above=0), library=("clip_value",))
     ] = None
     """With a first-order --method, for all parameters: largest absolute value of a gradient's
     elements; larger ones are cut to it.
@@ -396,14 +433,30 @@ class FirstOrderSteps(BlockUpdates):
     """How first-order steps are taken."""
 
     max_grad_norm: Annotated[
-        float | None, Option("method", effect=GRADIENTS, check=number(above=0))
+        float | None,
+        Option(
+            "method",
+            effect=GRADIENTS,
+            check=number(above=0),
+            library=(
+                "clip",
+                "clip_norm",
+            ),
+        ),
     ] = None
     """With a first-order --method: largest 2-norm of all gradients together; larger ones are scaled
     down to it.
 
     Where all parameters are trained, it takes a second backward pass, except with badam.
     """
-    delayed_update: Annotated[bool, Option("method", effect=FULL_ADAMW)] = False
+    delayed_update: Annotated[
+        bool,
+        Option(
+            "method",
+            effect=FULL_ADAMW,
+            excludes={"stream_blocks": "none: the host computes all of a step"},
+        ),
+    ] = False
     """With --method adamw and no adapter: change the weights one step late, so that the host
     updates while the device computes the next step, as ZeRO-Offload does. This is another run:
     gradients are those of weights one step older.
@@ -412,7 +465,18 @@ class FirstOrderSteps(BlockUpdates):
     """With --method adamw and no adapter: 8 keeps the moments in 8 bits, by bitsandbytes'
     AdamW8bit, in a quarter of the memory.
     """
-    betas: Annotated[tuple[float, float] | None, Option("method", effect=ADAMW, check=rates)] = None
+    betas: Annotated[
+        tuple[float, float] | None,
+        Option(
+            "method",
+            effect=ADAMW,
+            check=rates,
+            elsewhere=(
+                "adam_beta1",
+                "adam_beta2",
+            ),
+        ),
+    ] = None
     """With --method lora or adamw: decay rates of the running means of gradients and of their
     squares; by default 0.9 and 0.999.
     """
@@ -459,9 +523,11 @@ class FirstOrderSteps(BlockUpdates):
 class Optimization(FirstOrderSteps, ZerothOrderSteps, StepSize):
     """How a step moves the weights."""
 
-    decay: Annotated[Decay, Option("schedule", Change.BRANCH)] = Decay.CONSTANT
+    decay: Annotated[Decay, Option("schedule", Change.BRANCH, elsewhere=("lr_scheduler_type",))] = (
+        Decay.CONSTANT
+    )
     """Shape of the learning rate's decay after the warm-up."""
-    warmup_steps: Annotated[int, Option("schedule", Change.BRANCH)] = 0
+    warmup_steps: Annotated[int, Option("schedule", Change.BRANCH, elsewhere=("warmup_ratio",))] = 0
     """Steps over which the learning rate rises linearly."""
     stream_blocks: Annotated[bool, Option("method", effect=FULL)] = False
     """With a first-order --method and no adapter: stream blocks from disk, for a model that is

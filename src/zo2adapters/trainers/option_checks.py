@@ -1,41 +1,22 @@
-"""Refusals of options that follow from what is declared beside them, and of pairs that exclude each
-other.
-"""
+"""Refusals of options that follow from what is declared beside them."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from typing import Any, NamedTuple
 
-from zo2adapters.tasks.option_tree import Effect, MethodName, Option, declared, flag, leaves, shown
+from zo2adapters.tasks.option_tree import (
+    Effect,
+    MethodName,
+    Option,
+    declared,
+    flag,
+    is_met,
+    leaves,
+    shown,
+)
 from zo2adapters.tasks.registry import names_model_loss
 from zo2core.errors import OptionError
-
-# Pairs of options that exclude each other, and what the first one needs instead.
-EXCLUDED: Sequence[tuple[str, str, str]] = [
-    ("eval_split", "evaluation", "one source of rows to evaluate on"),
-    (
-        "lora_rank",
-        "adapter",
-        "one adapter: --lora-rank starts a new one, --adapter takes that of a file",
-    ),
-    ("samples", "head", "a causal language model"),
-    ("reward", "head", "a causal language model"),
-    ("pack", "head", "a causal language model"),
-    ("per_row", "head", "a causal language model"),
-    ("objective", "head", "the model's own loss"),
-    ("beta", "head", "the model's own loss"),
-    ("reward", "objective", "one objective"),
-    ("micro_batch_size", "reward", "none: rows run at a time as memory allows"),
-    ("per_row", "objective", "loss, which each row has separately"),
-    ("per_row", "pack", "padded rows, whose losses can be told apart"),
-    ("per_row", "micro_batch_size", "whole batches"),
-    ("pack", "micro_batch_size", "whole batches, because packed rows run together"),
-    ("rank", "snapshot_every", "no snapshots, because no weights change"),
-    ("delayed_update", "stream_blocks", "none: the host computes all of a step"),
-    ("keep_best", "stream_blocks", "none: only the last committed weights are kept"),
-    ("device", "stream_blocks", "cpu: blocks are computed on in host memory"),
-]
 
 
 class _Asked(NamedTuple):
@@ -74,7 +55,12 @@ def require_valid(options: object, *, given: Collection[str] = ()) -> None:
 
 def _require_compatible(asked: _Asked) -> None:
     """Refuse options that exclude each other."""
-    for name, other, expected in EXCLUDED:
+    pairs = (
+        (name, other, expected)
+        for name, option in asked.declared.items()
+        for other, expected in option.excludes.items()
+    )
+    for name, other, expected in pairs:
         if name in asked.changed and other in asked.changed:
             is_switch = asked.values[other] is True
             beside = flag(other) if is_switch else f"{flag(other)} {asked.changed[other]}"
@@ -97,13 +83,17 @@ def _require_effect(asked: _Asked, given: Collection[str]) -> None:
         for name, value in asked.values.items()
         if name in asked.changed or (name in given and value not in _OFF)
     }
+    if "method" in asked.values:
+        _require_method(asked, wanted)
     for name, value in wanted.items():
         needs = asked.declared[name].needs
-        if needs and not asked.changed.keys() & set(needs):
+        if needs and not any(is_met(need, asked.values, asked.changed) for need in needs):
             needed = " or ".join(map(flag, needs))
             raise OptionError(name, value, needed, "pass it, or leave this out")
-    if "method" not in asked.values:
-        return
+
+
+def _require_method(asked: _Asked, wanted: Mapping[str, str]) -> None:
+    """Refuse options that have no effect with the method."""
     method = asked.values["method"]
     trains_adapter = bool({"adapter", "lora_rank"} & asked.changed.keys())
     for name, value in wanted.items():

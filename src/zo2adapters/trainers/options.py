@@ -85,20 +85,38 @@ LORA_RANK = 8  # by default
 class AdapterOptions:
     """The adapter that is trained instead of the weights."""
 
-    adapter: Annotated[Path | None, Option("model", Change.MOVED)] = None
+    adapter: Annotated[Path | None, Option("model", Change.MOVED, decides=True)] = None
     """peft adapter (LoRA, DoRA, prefix tuning) to train instead of the weights, which are then only
     read. Pass a directory with a saved adapter, or an adapter_config.json as peft writes it to
     start a new one. Exports are adapters.
     """
-    adapter_frozen: Annotated[tuple[str, ...], Option("model", needs=("adapter", "lora_rank"))] = ()
+    adapter_frozen: Annotated[
+        tuple[str, ...],
+        Option("model", needs=("adapter", "lora_rank"), library=("adapter.frozen",)),
+    ] = ()
     """With an adapter: parameters whose names contain one of these parts are not trained, such as
     lora_A for LoRA-FA.
     """
-    lora_rank: Annotated[int | None, Option("model", check=whole(1))] = None
+    lora_rank: Annotated[
+        int | None,
+        Option(
+            "model",
+            check=whole(1),
+            excludes={
+                "adapter": (
+                    "one adapter: --lora-rank starts a new one, --adapter takes that of a file"
+                )
+            },
+            elsewhere=("lora_r",),
+            decides=True,
+        ),
+    ] = None
     """Train a new LoRA adapter of this rank, peft's LoraConfig(r=8). --adapter takes other configs.
     By default 8 with --method lora, and no adapter with other methods.
     """
-    lora_targets: Annotated[tuple[str, ...], Option("model", needs=("lora_rank",))] = ()
+    lora_targets: Annotated[
+        tuple[str, ...], Option("model", needs=("lora_rank",), elsewhere=("target_modules",))
+    ] = ()
     """With --lora-rank: names of the layers that get an adapter, such as q_proj v_proj.
 
     By default auto, which is every linear layer but the output layer of a language model, and of a
@@ -242,12 +260,22 @@ class ModelOptions:
     """Head of the model. sequence-classification trains on rows with text, optionally text_pair,
     and label, which is a class or, for regression, a number.
     """
-    dtype: Annotated[DtypeName, Option("model")] = "auto"
+    dtype: Annotated[
+        DtypeName,
+        Option(
+            "model",
+            elsewhere=(
+                "bf16",
+                "fp16",
+            ),
+            is_shared=True,
+        ),
+    ] = "auto"
     """Dtype of the weights; auto is the checkpoint's dtype.
 
     In mixed precision it is the dtype of the computation, and auto chooses the faster 16-bit dtype.
     """
-    precision: Annotated[PrecisionName, Option("model")] = "auto"
+    precision: Annotated[PrecisionName, Option("model", is_shared=True)] = "auto"
     """exact uses one dtype for weights and computation and rounds as MeZO does: in 16 bits small
     updates are lost. mixed keeps the weights in float32 and computes under autocast. auto is mixed
     for 16-bit weights on the CPU. It is exact with --rank or --method mezo, for a --journal without
@@ -306,7 +334,15 @@ DEFAULT_LENGTH = 1024  # longest row in tokens, unless the model's limit is lowe
 class MicroBatches:
     """How many rows of a batch run at a time."""
 
-    micro_batch_size: Annotated[int | None, Option("data", check=whole(1))] = None
+    micro_batch_size: Annotated[
+        int | None,
+        Option(
+            "data",
+            check=whole(1),
+            excludes={"reward": "none: rows run at a time as memory allows"},
+            elsewhere=("gradient_accumulation_steps",),
+        ),
+    ] = None
     """Rows that run at a time, if a whole batch does not fit in memory.
 
     Each block is still read once for all rows.
@@ -325,13 +361,34 @@ class Batching(MicroBatches):
     By default all tokens of a batch in exact precision, and as many as fit in the CPU's cache in
     mixed precision. It changes only the order in which the loss is summed.
     """
-    pack: Annotated[bool, Option("data")] = False
+    pack: Annotated[
+        bool,
+        Option(
+            "data",
+            excludes={
+                "head": "a causal language model",
+                "micro_batch_size": "whole batches, because packed rows run together",
+            },
+            elsewhere=("packing",),
+        ),
+    ] = False
     """Concatenate the rows of a batch instead of padding them.
 
     Needs rows of text, the model's own loss, and attention that keeps packed rows apart. It changes
     only the order in which the loss is summed.
     """
-    sequence_length: Annotated[int | None, Option("data", check=whole(2))] = None
+    sequence_length: Annotated[
+        int | None,
+        Option(
+            "data",
+            check=whole(2),
+            elsewhere=(
+                "cutoff_len",
+                "max_length",
+                "max_seq_length",
+            ),
+        ),
+    ] = None
     """Longest row in tokens; longer rows are cut at the end.
 
     By default 1024, or the model's limit if that is lower.
@@ -363,12 +420,24 @@ TrackerName: TypeAlias = Literal["none", "tensorboard", "wandb"]
 class MemoryLimits:
     """Limits on the memory that a process uses."""
 
-    memory: Annotated[str, Option("memory", Change.RESUME, check=size)] = "auto"
+    memory: Annotated[
+        str, Option("memory", Change.RESUME, check=size, library=("memory.host",), is_shared=True)
+    ] = "auto"
     """Host memory the process may use in total, such as 6GiB; auto uses what is free.
 
     Blocks that do not fit are streamed from disk.
     """
-    device_memory: Annotated[str, Option("memory", Change.RESUME, check=size)] = "auto"
+    device_memory: Annotated[
+        str,
+        Option(
+            "memory",
+            Change.RESUME,
+            check=size,
+            needs=("device=cuda",),
+            library=("memory.device",),
+            is_shared=True,
+        ),
+    ] = "auto"
     """Device memory the run may use, such as 8GiB; auto uses what is free.
 
     Blocks that fit stay on the device; activations that do not fit are offloaded to host memory.
@@ -379,7 +448,14 @@ class MemoryLimits:
 class ChosenDevice:
     """Where a run is computed."""
 
-    device: Annotated[str, Option("memory")] = "cpu"
+    device: Annotated[
+        str,
+        Option(
+            "memory",
+            excludes={"stream_blocks": "cpu: blocks are computed on in host memory"},
+            is_shared=True,
+        ),
+    ] = "cpu"
     """Device to compute on: cpu, cuda or cuda:N.
 
     A resumed run keeps its device, since a GPU rounds differently.
@@ -396,7 +472,17 @@ class ActivationMemory:
     """How much of the memory is for activations."""
 
     activation_memory: Annotated[
-        str | None, Option("memory", Change.RESUME, check=size, unchecked=(None,))
+        str | None,
+        Option(
+            "memory",
+            Change.RESUME,
+            check=size,
+            unchecked=(None,),
+            library=(
+                "memory.activations",
+                "memory.least_activations",
+            ),
+        ),
     ] = None
     """Memory reserved for activations, such as 1GiB, in host memory on the CPU and in device memory
     on a GPU. Evaluations process as many batches in a pass over the blocks as fit in it. By default
@@ -410,7 +496,13 @@ class Storage(ActivationMemory, Resources):
 
     write_back_every: Annotated[
         int | Literal["auto", "never"],
-        Option("memory", Change.RESUME, ZEROTH, whole(1, otherwise=", or auto or never")),
+        Option(
+            "memory",
+            Change.RESUME,
+            ZEROTH,
+            whole(1, otherwise=", or auto or never"),
+            library=("write_back.every",),
+        ),
     ] = "auto"
     """Steps between two writes of a block to the run's scratch file; in between, updates are
     replayed. auto measures noise and disk and chooses the longest interval whose replays cost at
@@ -418,13 +510,29 @@ class Storage(ActivationMemory, Resources):
     finished period, never does not.
     """
     write_limit_tb: Annotated[
-        float | None, Option("memory", Change.RESUME, WRITES, number(above=0))
+        float | None,
+        Option(
+            "memory",
+            Change.RESUME,
+            WRITES,
+            number(above=0),
+            library=("write_back.terabytes_per_1000_steps",),
+        ),
     ] = None
     """Terabytes that 1,000 steps may write, since writing wears disks out. auto obeys this limit; a
     run with --rank whose finished periods need more writes none of them. Where a first-order method
     trains all parameters, it limits snapshots.
     """
-    snapshot_every: Annotated[int | None, Option("memory", Change.RESUME, check=whole(1))] = None
+    snapshot_every: Annotated[
+        int | None,
+        Option(
+            "memory",
+            Change.RESUME,
+            check=whole(1),
+            elsewhere=("save_steps",),
+            library=("write_back.snapshot_every",),
+        ),
+    ] = None
     """Largest number of steps that a resumed run has to replay, plus one or two after a crash.
 
     With first-order steps: steps between two snapshots; by default one a minute is taken, or fewer
@@ -453,7 +561,9 @@ class Execution:
 class Seeded:
     """What a run's random numbers follow from."""
 
-    seed: Annotated[int, Option("schedule", check=whole(-LARGEST_WHOLE))] = 0
+    seed: Annotated[
+        int, Option("schedule", check=whole(-LARGEST_WHOLE), library=("adapter.seed",))
+    ] = 0
     """Seed of the order of rows, of random directions, and of the first values of a new adapter."""
 
 
@@ -465,20 +575,36 @@ class RunOptions(Seeded):
     """File to evaluate on, before the first step and after the last one."""
     eval_split: Annotated[
         float | None,
-        Option("evaluation", check=number(above=0, below=1, remedy="pass a share such as 0.1")),
+        Option(
+            "evaluation",
+            check=number(above=0, below=1, remedy="pass a share such as 0.1"),
+            excludes={"evaluation": "one source of rows to evaluate on"},
+        ),
     ] = None
     """Share of the training rows, such as 0.1, that is evaluated on instead of trained on."""
     evaluate_every: Annotated[
         int | None,
-        Option("evaluation", Change.BRANCH, check=whole(1), needs=("evaluation", "eval_split")),
+        Option(
+            "evaluation",
+            Change.BRANCH,
+            check=whole(1),
+            needs=("evaluation", "eval_split"),
+            elsewhere=("eval_steps",),
+            library=("evaluated_every",),
+        ),
     ] = None
     """Steps between two evaluations."""
-    samples: Annotated[int, Option("evaluation", check=whole(0, MOST_ROWS))] = 0
+    samples: Annotated[
+        int,
+        Option(
+            "evaluation", check=whole(0, MOST_ROWS), excludes={"head": "a causal language model"}
+        ),
+    ] = 0
     """Number of rows whose prompts the model answers before and after training: the first rows to
     evaluate on or, without these, to train on. The answers are in samples.jsonl, and zo2 report
     shows them; each token takes a pass over the blocks.
     """
-    objective: Annotated[str, Option("method")] = AUTO
+    objective: Annotated[str, Option("method", excludes={"head": "the model's own loss"})] = AUTO
     """Objective to minimize. loss is the model's own loss, for rows with candidates that of the
     right one. For these, too: choice-loss is MeZO's loss over the candidates, accuracy and f1 have
     no gradient. For rows with chosen and rejected completions: dpo, with the base model as
@@ -486,15 +612,37 @@ class RunOptions(Seeded):
     FILE.py:function is a function of the model and a batch. auto is choice-loss for rows with
     candidates, dpo for preferences, and loss otherwise.
     """
-    beta: Annotated[float | None, Option("method", check=number(above=0))] = None
+    beta: Annotated[
+        float | None,
+        Option("method", check=number(above=0), excludes={"head": "the model's own loss"}),
+    ] = None
     """With --objective dpo: strength of the penalty for leaving the base, by default 0.1."""
     keep_best: Annotated[
-        bool, Option("output", Change.RESUME, needs=("evaluation", "eval_split"))
+        bool,
+        Option(
+            "output",
+            Change.RESUME,
+            needs=("evaluation", "eval_split"),
+            excludes={"stream_blocks": "none: only the last committed weights are kept"},
+            elsewhere=("load_best_model_at_end",),
+        ),
     ] = False
     """Export the model of the step with the best evaluation instead of the last step's."""
     report_to: Annotated[TrackerName, Option("output", Change.RESUME)] = "none"
     """Tracker that also gets the rows of metrics.jsonl: tensorboard or wandb, if installed."""
-    steps: Annotated[int, Option("schedule", Change.RESUME, check=whole(1))] = 1000
+    steps: Annotated[
+        int,
+        Option(
+            "schedule",
+            Change.RESUME,
+            check=whole(1),
+            elsewhere=(
+                "epochs",
+                "num_epochs",
+                "num_train_epochs",
+            ),
+        ),
+    ] = 1000
     """Training steps.
 
     Each takes the time of three or four forward passes, or of two per query without gradients.
@@ -589,13 +737,6 @@ class RunOptions(Seeded):
                 "leave it out",
             ),
             Refusal(
-                storage.device == "cpu" and storage.device_memory != "auto",
-                "device_memory",
-                f"{storage.device_memory} with --device cpu",
-                "a GPU, as in --device cuda; --memory limits host memory",
-                "leave it out",
-            ),
-            Refusal(
                 in_turns and has_snapshots,
                 "snapshot_every",
                 f"{storage.snapshot_every} with --stream-blocks",
@@ -650,7 +791,7 @@ class RunOptions(Seeded):
         self.model_options.require_valid()
         self._require_storage(given)
         if self.optimization.optimizer is None:
-            self.optimization.require_consistent(given=given)
+            self.optimization.require_consistent()
             return
         method, lr = self.optimization.method, self.optimization.lr
         self.model_options.require_method(method)
@@ -663,13 +804,13 @@ class RunOptions(Seeded):
 class TrainOptions(RunOptions):
     """All options of a fine-tuning run."""
 
-    model: Annotated[str, Option("model", Change.MOVED)]
+    model: Annotated[str, Option("model", Change.MOVED, is_shared=True)]
     """Model directory, GGUF file or hub id, or ollama:NAME of ollama's store."""
     data: Annotated[Path, Option("data", Change.MOVED)]
     """File of rows, each of which has text, or prompt and completion (loss on the completion only),
     or messages.
     """
-    output: Annotated[Path, Option("output", Change.CALL)]
+    output: Annotated[Path, Option("output", Change.CALL, is_shared=True)]
     """Directory for the run: journal.jsonl, metrics.jsonl and, at the end, model/.
 
     It must be new or empty.

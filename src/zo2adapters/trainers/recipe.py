@@ -21,12 +21,12 @@ from zo2adapters.tasks.option_tree import (
     declared,
     filled,
     flat,
+    is_met,
     leaves,
 )
 from zo2adapters.trainers.options import TrainOptions
 from zo2core.errors import OptionError, system_error
 from zo2core.io.durable import open_regular
-from zo2core.ranges import EstimatorName
 
 OptionsT = TypeVar("OptionsT")
 _OF_RUNS = [(one, one.option) for one in declared(TrainOptions) if one.option is not None]
@@ -77,10 +77,7 @@ def used_options(options: Mapping[str, Any]) -> dict[str, Any]:
     trains_adapter = any(values.get(name) is not None for name in ("adapter", "lora_rank"))
 
     # by values, not by methods
-    idle = {
-        "fitness": values.get("estimator") != EstimatorName.ES.value,
-        "write_back_every": trains_adapter or values.get("rank") is not None,
-    }
+    idle = {"write_back_every": trains_adapter or values.get("rank") is not None}
     there = {name for name, value in values.items() if value not in (None, False, [])}
 
     def is_used(name: str) -> bool:
@@ -89,7 +86,7 @@ def used_options(options: Mapping[str, Any]) -> dict[str, Any]:
             return True
         if idle.get(name, False):
             return False
-        is_alone = bool(row.needs) and not there & set(row.needs)
+        is_alone = bool(row.needs) and not any(is_met(one, values, there) for one in row.needs)
         return not is_alone and row.effect.applies(method, trains_adapter=trains_adapter)
 
     return {name: value for name, value in values.items() if is_used(name)}
