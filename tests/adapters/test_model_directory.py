@@ -559,7 +559,7 @@ def test_a_run_runs_no_function_that_the_command_does_not_name(place: Path) -> N
     (place / "own.py").write_text(FUNCTION)
     done(*RESUME, *NAMED)
     assert steps() == 3
-    command = RunDirectory.options(Path("run")).resume_command  # names its functions
+    command = RunDirectory(Path("run")).options().resume_command  # names its functions
     done(*command.split()[1:], "--steps", 4)
     values = {
         "model": "base",

@@ -746,7 +746,7 @@ def test_a_run_trains_on_each_kind_alike_and_its_provenance_has_the_digest(tmp_p
             assert journal.header["provenance"]["data sha256"] == data_sha256(path)
             losses.append([update.losses for update in journal.updates])
         with open_run(
-            RunStart(RunDirectory.options(options.output), resumes=True),
+            RunStart(RunDirectory(options.output).options(), resumes=True),
             display=QUIET,
         ) as trainer:
             assert trainer.engine.version == 3
@@ -1568,7 +1568,7 @@ def test_a_template_that_writes_the_time_gets_that_of_the_runs_start_and_the_run
     write_rows(options.data, [row] * 4)
     with open_run(RunStart(replace(options, steps=2)), display=QUIET) as trainer:
         trainer.train()
-    saved = RunDirectory.options(options.output)
+    saved = RunDirectory(options.output).options()
     assert saved.rows.rendered_at is not None
     with open_run(RunStart(saved.with_steps(3), resumes=True), display=QUIET) as trainer:
         trainer.train()

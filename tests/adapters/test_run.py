@@ -26,7 +26,7 @@ from zo2adapters.trainers.methods import method_of
 from zo2adapters.trainers.optimization import Decay, Optimization
 from zo2adapters.trainers.options import Batching, RunModelOptions, Storage, TrainOptions
 from zo2adapters.trainers.process import device_kinds
-from zo2adapters.trainers.run_directory import RunDirectory, provenance
+from zo2adapters.trainers.run_directory import HeldRun, RunDirectory, provenance
 from zo2adapters.trainers.run_inputs import RunStart
 from zo2adapters.trainers.trainer import QUIET, open_run
 from zo2core import (
@@ -114,7 +114,7 @@ def test_names_are_durable_before_anything_is_built_on_them(
         with open_run(RunStart(options), display=QUIET) as trainer:
             trainer.engine.step(SHORT_BATCH)
         with open_run(RunStart(options, resumes=True), display=QUIET) as trainer:
-            trainer.directory.metrics(trainer.engine.journal).close()
+            trainer.directory.open_metrics(trainer.engine.journal).close()
     assert not names
     assert made >= {"run", "deep", "options.json", "metrics.jsonl", "scratch.jsonl"}
 
@@ -192,7 +192,9 @@ def test_saved_options_that_have_lost_one_are_refused(options: TrainOptions) -> 
         path.write_text(json.dumps(record))
         with pytest.raises(OptionError, match=r"options\.json"):
             open_run(
-                RunStart(RunDirectory.options(options.output) if groups else options, resumes=True),
+                RunStart(
+                    RunDirectory(options.output).options() if groups else options, resumes=True
+                ),
                 display=QUIET,
             )
 
@@ -383,10 +385,12 @@ def test_a_run_killed_as_it_was_lengthened_goes_on(
 
     with monkeypatch.context() as patch:
         # the former model has its new name by then
-        patch.setattr(RunDirectory, "_write_record", killed)
+        patch.setattr(HeldRun, "_write_record", killed)
         with pytest.raises(KeyboardInterrupt):
             open_run(
-                RunStart(RunDirectory.options(options.output).with_steps(STEPS + 1), resumes=True),
+                RunStart(
+                    RunDirectory(options.output).options().with_steps(STEPS + 1), resumes=True
+                ),
                 display=QUIET,
             )
     assert run_here("train", "--resume", options.output).status == 0
@@ -705,11 +709,11 @@ def test_what_decides_the_weights_and_was_edited_is_refused(
     group[name] = value
     path.write_text(json.dumps(record))
     with pytest.raises(OptionError, match=r"options\.json: found .*, which no run saved"):
-        RunDirectory.options(told_options.output)
+        RunDirectory(told_options.output).options()
     del record["sha256"]
     path.write_text(json.dumps(record))
     with pytest.raises(OptionError, match=r"options\.json: found .*, which no run saved"):
-        RunDirectory.options(told_options.output)
+        RunDirectory(told_options.output).options()
     path.write_text(checked_json.to_text(record))  # as by somebody who knows the checksum
     told = {
         "evaluate_every": "evaluated every",
@@ -720,7 +724,7 @@ def test_what_decides_the_weights_and_was_edited_is_refused(
         ZO2Error if name == "sequence_length" else JournalError, match=told.replace("_", ".")
     ):
         open_run(
-            RunStart(RunDirectory.options(told_options.output).with_steps(3), resumes=True),
+            RunStart(RunDirectory(told_options.output).options().with_steps(3), resumes=True),
             display=QUIET,
         )
 
@@ -732,7 +736,7 @@ def test_the_choice_of_the_best_step_that_was_edited_is_named(told_options: Trai
     path.write_text(path.read_text().replace('"keep_best": true', '"keep_best": false'))
     for read in (RunDirectory.options, RunDirectory.saved):
         with pytest.raises(OptionError) as refused:
-            read(options.output)
+            read(RunDirectory(options.output))
         assert refused.value.found.startswith("keep_best: false, which no run saved")
         assert refused.value.expected == "keep_best: true"
     with pytest.raises(OptionError, match="keep_best: false, which no run saved"):
@@ -891,7 +895,7 @@ def test_a_branch_takes_optimisation_options_anew_and_can_itself_be_resumed(
     assert [update.lr for update in now.updates[2:]] == [1e-3] * 7
     assert now.header is not None
     assert [entry["step"] for entry in now.header["branched"]] == [2]
-    told = RunDirectory.options(new)
+    told = RunDirectory(new).options()
     assert (told.steps, told.schedule_steps, told.optimization.clip_grad) == (9, None, 0.5)
     expected = outcome(new)
     # Killed on the way, and resumed.

@@ -21,7 +21,7 @@ from zo2adapters.trainers import run_directory, tuning
 from zo2adapters.trainers.methods import ZerothOrderRun
 from zo2adapters.trainers.optimization import Decay, Optimization
 from zo2adapters.trainers.options import Batching, TrainOptions
-from zo2adapters.trainers.run_directory import read_trials
+from zo2adapters.trainers.run_directory import RunDirectory
 from zo2adapters.trainers.run_inputs import RunStart
 from zo2adapters.trainers.trainer import QUIET, Trainer, open_run
 from zo2adapters.trainers.tuning import TABLE, Schedule, Trial, tune
@@ -328,7 +328,7 @@ def outcome(run: str) -> dict[str, Any]:
 
 
 def trials(run: str) -> list[dict[str, Any]]:
-    return [{**trial, "seconds": None} for trial in read_trials(Path(run))]
+    return [{**trial, "seconds": None} for trial in RunDirectory(Path(run)).trials()]
 
 
 @pytest.mark.few(1)
@@ -459,7 +459,7 @@ def test_trials_that_a_killed_process_left_after_its_choice_are_removed(
     here: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with monkeypatch.context() as patch:
-        patch.setattr(run_directory.RunDirectory, "remove_trials", lambda run: None)
+        patch.setattr(run_directory.HeldRun, "remove_trials", lambda run: None)
         done(*train("run", "--eval-split", 0.3))
     [left] = Path("run").glob("tune-*")
     for trial in left.glob("lr-*"):
@@ -539,11 +539,11 @@ def test_trials_of_a_damaged_table_are_restored_from_the_metrics(
     weights = outcome("run")["weights"]
     table, metrics = Path("run/tune.json"), Path("run/metrics.jsonl")
     text, rows = table.read_text(), metrics.read_bytes()
-    trials = read_trials(Path("run"))
+    trials = RunDirectory(Path("run")).trials()
     assert len(trials) > 1
     for damage in DAMAGES:
         table.write_text(damage(text))
-        assert read_trials(Path("run")) == read_run(Path("run")).trials == trials
+        assert RunDirectory(Path("run")).trials() == read_run(Path("run")).trials == trials
         assert RESTORED in resumed_with_warnings()
         assert (table.read_text(), metrics.read_bytes()) == (text, rows)
     table.unlink()
@@ -557,7 +557,7 @@ def test_trials_of_a_damaged_table_are_restored_from_the_metrics(
             assert line.startswith("zo2: run/tune.json: found a file that was edited or damaged;")
     table.unlink()
     done("train", "--resume", "run")  # as the remedy says
-    assert read_trials(Path("run")) == []
+    assert RunDirectory(Path("run")).trials() == []
     assert outcome("run")["weights"] == weights
 
 

@@ -648,7 +648,7 @@ def run_breaks_off(rule: Callable[[], Rule], folder: Path) -> None:
     assert made[0].hits > 0
     assert not (options.output / "model").exists()
     clear()
-    assert finish(RunDirectory.options(options.output), resume=True) == expected
+    assert finish(RunDirectory(options.output).options(), resume=True) == expected
     assert len((options.output / "metrics.jsonl").read_text().splitlines()) == options.steps + 2
 
 

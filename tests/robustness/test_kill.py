@@ -117,7 +117,7 @@ REWARD_PLACES: Mapping[str, Place] = {
     "the drift of the eleventh step is measured": (TASK, "RewardTask", "drift", 5, "after"),
     "samples are answered, and not written": (
         DIRECTORY,
-        "RunDirectory",
+        "HeldRun",
         "write_samples",
         2,
         "before",

@@ -26,7 +26,6 @@ from zo2adapters.trainers.options import (
 from zo2adapters.trainers.process import is_first, local_device, worker_trace
 from zo2adapters.trainers.run_directory import (
     JOURNAL,
-    OPTIONS,
     RunDirectory,
     name_of,
     require_same_base_files,
@@ -80,7 +79,7 @@ class AtStep(Command):
     @cached_property
     def saved(self) -> TrainOptions | None:
         """The options of the run."""
-        return None if self.run_directory is None else RunDirectory.options(self.run_directory)
+        return None if self.run_directory is None else RunDirectory(self.run_directory).options()
 
     def check(self) -> None:
         """Refuse what can be refused before anything is opened."""
@@ -151,14 +150,12 @@ class AtStep(Command):
         """Refuse options that a run has otherwise."""
         for option in fields(saved):
             value = getattr(self.model_options, option.name)
-            kept = getattr(saved, option.name)
+            of_run = getattr(saved, option.name)
             is_asked = option.name in self.given and value not in (None, (), "auto")
-            if (value != option.default or is_asked) and kept != (
-                value.resolve() if isinstance(value, Path) else value
-            ):
-                raise without_effect(
-                    option.name, as_written(value), f"{as_written(kept)}, as in the run"
-                )
+            absolute = value.resolve() if isinstance(value, Path) else value
+            if (value != option.default or is_asked) and of_run != absolute:
+                expected = f"{as_written(of_run)}, as in the run"
+                raise without_effect(option.name, as_written(value), expected)
 
     def without_learning(self) -> AtStep:
         """The base alone, opened as the run or the adapter opens it.
@@ -181,7 +178,7 @@ class AtStep(Command):
         alone = self.without_learning()
         for directory in directories:
             other = AtStep(run_directory=directory, resources=self.resources)
-            if not (directory / OPTIONS).exists():
+            if not RunDirectory(directory).has_begun:
                 other = replace(
                     alone, model_options=replace(alone.model_options, adapter=directory)
                 )
@@ -216,19 +213,19 @@ class AtStep(Command):
         from zo2core import MemoryPolicy, SharedBase
 
         def runs(shared: SharedBase | None) -> dict[str, Callable[[], T]]:
-            opened = {"": (self, model)} | {
-                name: (at, at.open_model(loss_chunk=loss_chunk)) for name, at in others
+            steps = {"": (self, model)} | {
+                name: (other, other.open_model(loss_chunk=loss_chunk)) for name, other in others
             }
             return {
-                name: partial(function, at, its_model, shared)
-                for name, (at, its_model) in opened.items()
+                name: partial(function, step, model_at_step, shared)
+                for name, (step, model_at_step) in steps.items()
             }
 
         if not (
             others
             and may_share
             and self.reads_base_only
-            and all(at.reads_base_only for _, at in others)
+            and all(other.reads_base_only for _, other in others)
         ):
             return {name: run() for name, run in runs(None).items()}
         resources = self.resources
@@ -301,7 +298,7 @@ class AtStep(Command):
             if self.journal is None
             else read_journal(self.journal, run=self.run_directory, step=self.at)
         )
-        step = self._step(journal, tells=is_first(workers))
+        step = self._step(journal, prints=is_first(workers))
         if self.run_directory is not None:
             require_same_base_files(model, journal.header)
         replays = self.journal is not None and journal.is_replayable
@@ -344,7 +341,7 @@ class AtStep(Command):
             host=limits.memory, device=limits.device_memory, activations=activations
         )
 
-    def _step(self, journal: Journal, *, tells: bool) -> int:
+    def _step(self, journal: Journal, *, prints: bool) -> int:
         """The step whose weights are taken: the given one, else that of the model that the run
         exports.
 
@@ -364,20 +361,26 @@ class AtStep(Command):
             return step
         if run is None or self.saved is None:
             return last
-        evaluations = {at: results for at, results in journal.evaluations.items() if at <= last}
+        last_stored = _last_stored(journal, RunDirectory(run))
+        evaluations = {
+            evaluated: results
+            for evaluated, results in journal.evaluations.items()
+            if evaluated <= last
+        }
         best = best_step(evaluations) if self.saved.keep_best else None
-        kept = _last_kept(journal, run)
-        told = None
-        if best == 0 < kept:
-            told = f"{untrained_line(evaluations)}; --at {kept} takes step {kept}"
+        notice = None
+        if best == 0 < last_stored:
+            notice = f"{untrained_line(evaluations)}; --at {last_stored} takes step {last_stored}"
         elif best is not None:
-            evaluated = counted(len(evaluations), "evaluation")
-            told = f"step {best} (best of {evaluated}); --at N takes another one"
-        elif kept < last:
-            told = f"step {kept} (the last snapshot of {last} steps); --at N takes another one"
-        if told is not None and tells:
-            print(f"{run}: {told}", file=sys.stderr)
-        return kept if best is None else best
+            count = counted(len(evaluations), "evaluation")
+            notice = f"step {best} (best of {count}); --at N takes another one"
+        elif last_stored < last:
+            notice = (
+                f"step {last_stored} (the last snapshot of {last} steps); --at N takes another one"
+            )
+        if notice is not None and prints:
+            print(f"{run}: {notice}", file=sys.stderr)
+        return last_stored if best is None else best
 
     def _require_snapshots_of(
         self, model: HFBlockModel, journal: Journal, workers: Workers | None
@@ -390,11 +393,11 @@ class AtStep(Command):
             raise OptionError(
                 "run_directory", found, "one process", "start the command without torchrun"
             )
-        base = str(journal.header["base"])
-        own = model.weights.fingerprint
-        if base != own:
-            found = f"a run on the base {base[:12]}"
-            expected = f"a run on {own[:12]}, the base of this command"
+        base_of_run = str(journal.header["base"])
+        base = model.weights.fingerprint
+        if base_of_run != base:
+            found = f"a run on the base {base_of_run[:12]}"
+            expected = f"a run on {base[:12]}, the base of this command"
             raise JournalError(self.journal, found, expected, "pass the run's own base and adapter")
 
 
@@ -405,13 +408,11 @@ def _require_adapter(path: Path) -> None:
         raise OptionError("adapter", str(path), expected, "check the path")
 
 
-def _last_kept(journal: Journal, run: Path) -> int:
+def _last_stored(journal: Journal, run: RunDirectory) -> int:
     """The last step whose weights can be had: of first-order steps that of the last snapshot."""
-    from zo2core.journal.snapshots import Snapshots
-
     if journal.is_replayable:
         return journal.version
-    steps = Snapshots(run, journal.chain, journal.require_version).steps
+    steps = run.snapshots(journal).steps
     return max((step for step in steps if step <= journal.version), default=journal.version)
 
 

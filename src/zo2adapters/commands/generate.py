@@ -283,7 +283,7 @@ class Chat(Command):
         from zo2adapters.trainers.model_card import rows_of_run
 
         rows = rows_of_run(
-            None if self.run_directory is None else RunDirectory.options(self.run_directory)
+            None if self.run_directory is None else RunDirectory(self.run_directory).options()
         )
         is_prompt = (
             rows is not None

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 from zo2adapters.commands.options import POSITIONAL, Command
 from zo2adapters.trainers.metrics import align_rows
 from zo2adapters.trainers.optimization import with_peak_rate
-from zo2adapters.trainers.run_directory import JOURNAL, METRICS, OPTIONS, metrics_of
+from zo2adapters.trainers.run_directory import JOURNAL, METRICS, OPTIONS, RunDirectory
 from zo2core.errors import JournalError
 from zo2core.ranges import counted, require_whole
 
@@ -29,7 +29,7 @@ def read_journal(path: Path, *, run: Path | None = None, step: int | None = None
     from zo2core import Journal
 
     # before the journal, which a running process writes first
-    raw = b"" if run is None else metrics_of(run)
+    raw = b"" if run is None else RunDirectory(run).metrics()
     journal = Journal(path)
     journal.close()
     if journal.header is None:
@@ -116,9 +116,7 @@ class ShowJournal(Command):
 
     def _print_commits(self, journal: Journal) -> None:
         """Print the steps of a first-order run, and mark those that have a snapshot."""
-        from zo2core.journal.snapshots import Snapshots
-
-        snapshots = set(Snapshots(self.run_directory, journal.chain, journal.require_version).steps)
+        snapshots = set(RunDirectory(self.run_directory).snapshots(journal).steps)
         self._print_head(journal.version, "gradient norm")
         for commit in journal.commits[-(self.last or 0) :]:
             mark = f"  snapshot of step {commit.step + 1}" if commit.step + 1 in snapshots else ""

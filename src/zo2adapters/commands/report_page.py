@@ -19,7 +19,6 @@ from zo2adapters.optional_package import optional_package
 from zo2adapters.trainers.methods import ADAPTER_FORWARDS, method_of
 from zo2adapters.trainers.metrics import (
     Row,
-    align_rows,
     criterion,
     recorded_row,
     results_of_row,
@@ -29,9 +28,6 @@ from zo2adapters.trainers.recipe import used_options
 from zo2adapters.trainers.run_directory import (
     JOURNAL,
     RunDirectory,
-    metrics_of,
-    read_samples,
-    read_trials,
 )
 from zo2adapters.trainers.run_inputs import RunStart
 from zo2core import Journal, Update, ZO2Error
@@ -81,7 +77,7 @@ class Run(NamedTuple):
     evaluations: list[dict[str, Any]]  # rows of metrics.jsonl that describe evaluations, in order
     samples: list[dict[str, Any]]  # rows of samples.jsonl, in order
     gradient_forwards: int  # work of a first-order step, in forward passes
-    # short runs with which the learning rate was chosen, the best one first. See read_trials
+    # short runs with which the learning rate was chosen; see RunDirectory.trials
     trials: list[dict[str, Any]]
 
     @property
@@ -128,20 +124,21 @@ def read_run(directory: Path) -> Run:
         raise JournalError(
             directory / JOURNAL, "no step", "the journal of a run with steps", remedy
         )
-    options = RunDirectory.saved(directory)
+    run = RunDirectory(directory)
+    options = run.saved()
     gradient_forwards = ADAPTER_FORWARDS  # if the options do not say
     with suppress(ZO2Error):
-        gradient_forwards = method_of(RunStart(RunDirectory.options(directory))).forwards
-    rows = align_rows(metrics_of(directory), journal).rows
+        gradient_forwards = method_of(RunStart(run.options())).forwards
+    rows = run.rows(journal)
     return Run(
         name=printable(directory.name or str(directory)),
         options=options,
         taken=journal.steps,
         steps=[_step_row(row, journal) for row in rows if "loss" in row],
         evaluations=[_numbers(row) for row in rows if results_of_row(row)],
-        samples=read_samples(directory),
+        samples=run.samples(),
         gradient_forwards=gradient_forwards,
-        trials=read_trials(directory),
+        trials=run.trials(),
     )
 
 

@@ -12,7 +12,7 @@ import os
 import re
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import closing, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property, partial
 from pathlib import Path
@@ -33,7 +33,7 @@ from zo2adapters.commands.options import (
 )
 from zo2adapters.tasks.option_tree import Change, Option, declared, filled, flag
 from zo2adapters.tasks.registry import function_file
-from zo2adapters.trainers.metrics import align_rows, criterion, losses_of
+from zo2adapters.trainers.metrics import criterion, losses_of
 from zo2adapters.trainers.options import (
     Execution,
     RunOptions,
@@ -58,12 +58,8 @@ from zo2adapters.trainers.run_directory import (
     JOURNAL,
     LOCK,
     METRICS,
-    OPTIONS,
     RunDirectory,
-    directory_to_resume,
     held_directory,
-    holds_run,
-    metrics_of,
     replace_file,
     require_free,
     worker_directory,
@@ -159,12 +155,12 @@ class Train(RunOptions, Command):
             resume is None
             and self.output is not None
             and torchrun_rank() is not None
-            and holds_run(self.output)
+            and RunDirectory.to_resume(self.output).has_begun
         ):
             resume = self.output
         if resume is None:
             return None
-        options = RunDirectory.options(directory_to_resume(resume))
+        options = RunDirectory.to_resume(resume).options()
         shared = {option.name: getattr(options, option.name) for option in fields(RunOptions)}
         if options.own_functions is not None:
             is_reward = options.own_functions[0] == "reward"
@@ -187,7 +183,7 @@ class Train(RunOptions, Command):
             self._require("model", "data", "output", expected="a value, or --resume DIR")
             return self._of(self.data, self.output)
         saved = self._at_given_paths(
-            replace(RunDirectory.options(directory_to_resume(self.resume)), output=self.resume)
+            replace(RunDirectory.to_resume(self.resume).options(), output=self.resume)
         )
         if self.from_step is not None:
             return self._branched(saved)
@@ -366,7 +362,8 @@ class Train(RunOptions, Command):
         named = dict[str, Train]()
         for name, values in read_differences(runs).items():
             command = self._of_together(runs, name, values)
-            resume = self.output / name if holds_run(self.output / name) else None
+            output = self.output / name
+            resume = output if RunDirectory.to_resume(output).has_begun else None
             named[name] = with_given(replace(command, resume=resume), command.given)
         return named
 
@@ -441,12 +438,12 @@ class Train(RunOptions, Command):
             branch = Branch(self.resume, self.from_step)
         if workers is None:
             return RunStart(options, resumes=resumes, branch=branch)
-        if not is_first(workers) or holds_run(options.output):
+        if not is_first(workers) or RunDirectory.to_resume(options.output).has_begun:
             branch = None  # the first worker begins it, once
         # each worker has a directory of its own
         own = replace(options, output=worker_directory(options.output))
         return RunStart(
-            own, resumes=(own.output / OPTIONS).exists(), branch=branch, workers=workers
+            own, resumes=RunDirectory(own.output).has_begun, branch=branch, workers=workers
         )
 
     def _first_lines(self, trainer: Trainer, *, chooses: bool) -> list[str]:
@@ -485,7 +482,7 @@ class Train(RunOptions, Command):
         try:
             return with_chosen_rate(options, resume=self.resume is not None, announce=tell)
         except KeyboardInterrupt:
-            if holds_run(options.output):
+            if RunDirectory.to_resume(options.output).has_begun:
                 tell(f"\nstopped; to continue: {options.resume_command}")
             raise
 
@@ -663,7 +660,8 @@ def _trained(name: str, options: TrainOptions, shared: SharedBase) -> None:
     from zo2adapters.trainers.run_inputs import RunStart
     from zo2adapters.trainers.trainer import Display, open_run
 
-    start = RunStart(options, resumes=holds_run(options.output), shared=shared)
+    resumes = RunDirectory.to_resume(options.output).has_begun
+    start = RunStart(options, resumes=resumes, shared=shared)
     with open_run(start, display=Display(label=name)) as trainer:
         tell(*trainer.first_lines(), prefix=f"{name}: ")
         trainer.run()
@@ -674,21 +672,18 @@ def _outcome(name: str, directory: Path, failure: Exception | None) -> dict[str,
     """What became of one of several runs, as its directory says: the mean loss of the last steps,
     the best evaluation.
     """
-    from zo2core import Journal
-
     # of its steps, each with the time of the sweep that it shares
     losses = list[float]()
     evaluation = None
     seconds = 0.0
-    if (directory / OPTIONS).exists():
-        with suppress(ZO2Error), closing(Journal(directory / JOURNAL)) as journal:
+    run = RunDirectory(directory)
+    if run.has_begun:
+        with suppress(ZO2Error), run.journal() as journal:
             # its journal may be what failed
             losses = losses_of(journal)
             evaluations = journal.evaluations.values()
             evaluation = min(map(criterion, evaluations), default=None)
-            seconds = math.fsum(
-                row.get("seconds", 0.0) for row in align_rows(metrics_of(directory), journal).rows
-            )
+            seconds = math.fsum(row.get("seconds", 0.0) for row in run.rows(journal))
     loss = fmean(losses[-max(1, round(_JUDGED * len(losses))) :]) if losses else None
     numbers = {"steps": len(losses), "loss": loss, "evaluation": evaluation, "seconds": seconds}
     return {

@@ -30,7 +30,7 @@ from zo2adapters.tasks.registry import function_file
 from zo2adapters.trainers.metrics import Results, best_step
 from zo2adapters.trainers.options import Execution, TrainOptions, require_shareable
 from zo2adapters.trainers.process import local_device, worker_trace
-from zo2adapters.trainers.run_directory import JOURNAL
+from zo2adapters.trainers.run_directory import JOURNAL, RunDirectory
 from zo2adapters.trainers.run_inputs import LargestBatch, RowShapes, RunStart
 from zo2core import (
     BlockUpdate,
@@ -58,7 +58,6 @@ from zo2core.estimators.factors import kept_bytes_a_step
 from zo2core.estimators.guard import best_step as best_guarded_step
 from zo2core.estimators.registry import ESTIMATORS
 from zo2core.io.direct_file import whole_pages
-from zo2core.journal.snapshots import Snapshots
 from zo2core.methods.first_order import TRAINED_COPIES, AtSnapshot, trained_bytes
 from zo2core.optimizers.registry import OPTIMIZERS
 from zo2core.optimizers.states import state_bytes
@@ -756,9 +755,7 @@ class GradientRun(RunMethod):
         """
         if self.streams:
             return 0
-        return min(
-            Snapshots(self.options.output, journal.chain, journal.require_version).steps, default=0
-        )
+        return min(RunDirectory(self.options.output).snapshots(journal).steps, default=0)
 
     def writes(self, every: int | None, model: HFBlockModel, host: HostPlan) -> str:
         """Snapshots and how often they are taken, or blocks that change."""
@@ -934,7 +931,7 @@ def weights_at(journal: Journal, step: int, directory: Path) -> StepWeights:
         return StepWeights(journal=journal if step == journal.version else journal.until(step))
     if step == 0:  # where the parameters are those that the run began with
         return StepWeights(method=AtSnapshot(step, None))
-    state = Snapshots(directory, journal.chain, journal.require_version).read(step).state
+    state = RunDirectory(directory).snapshots(journal).read(step).state
     # refused if incomplete
     return StepWeights(method=AtSnapshot(step, state.get("parameters", {})))
 

@@ -23,7 +23,7 @@ import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import chain, count
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any
+from typing import IO, TYPE_CHECKING, Any, Self
 
 from filelock import FileLock, Timeout
 
@@ -59,6 +59,7 @@ if TYPE_CHECKING:
     from zo2adapters.models.hf import HFBlockModel
     from zo2adapters.trainers.run_inputs import Branch, RunInputs
     from zo2core import BlockModel, Journal
+    from zo2core.journal.snapshots import Snapshots
 
 
 OPTIONS = "options.json"
@@ -80,7 +81,153 @@ _REPLACED = (OPTIONS, RECIPE, METRICS, SAMPLES, CHOICE)
 
 
 class RunDirectory:
-    """A run's directory, locked by this process until closed.
+    """The directory of a run, as any process may read it."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    @classmethod
+    def to_resume(cls, output: Path) -> Self:
+        """The directory to read a run from: the worker's, or the run's if that has not begun."""
+        own = cls(worker_directory(output))
+        return own if own.has_begun else cls(output)
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether there is a run that can be resumed or joined."""
+        return (self.path / OPTIONS).exists()
+
+    def saved(self) -> dict[str, Any]:
+        """The options that the run has saved, as JSON values."""
+        with refusing_damage(self.path):
+            return dict(_read_record(self.path)["options"])
+
+    def options(self) -> TrainOptions:
+        """The options that the run has saved."""
+        values = self.saved()
+        with refusing_damage(self.path):
+            return TrainOptions.from_json(values, self.path)
+
+    def journal(self) -> contextlib.closing[Journal]:
+        """A context with the journal of the run."""
+        from zo2core import Journal
+
+        return contextlib.closing(Journal(self.path / JOURNAL))
+
+    def snapshots(self, journal: Journal) -> Snapshots:
+        """The snapshots of the run, whose journal this is."""
+        from zo2core.journal.snapshots import Snapshots
+
+        return Snapshots(self.path, journal.chain, journal.require_version)
+
+    def record_of(self, inputs: RunInputs) -> dict[str, Any]:
+        """The record of a run that is to continue, or to be planned.
+
+        Refused is a run of other data, tokens or model than those of the inputs.
+        """
+        options, tokens = inputs.options, inputs.tokens
+        with refusing_damage(self.path):
+            record = _read_record(self.path)
+            saved = record["options"]
+            saved_tokens = dict(record["tokens"])
+            checksums = checksums_at(options, record)
+        for option, file in (("data", options.data), ("evaluation", options.evaluation)):
+            at = None if file is None else saved_path(file)
+            if at is not None and (now := inputs.checksums[at]) != (before := checksums.get(at)):
+                expected = (
+                    f"what the run began with: {saved.get(option)}, which had the sha256 "
+                    f"{str(before)[:12]}"
+                )
+                remedy = "restore the file, pass the path to which it was moved, or start a new run"
+                raise DataError(
+                    option, f"{file}, which has the sha256 {now[:12]}", expected, remedy
+                )
+        if names := [
+            name
+            for name in sorted({*tokens, *saved_tokens})
+            if tokens.get(name) != saved_tokens.get(name)
+        ]:
+            found = "; ".join(f"{name} {tokens.get(name)}" for name in names)
+            expected = (
+                "; ".join(f"{name} {saved_tokens.get(name)}" for name in names)
+                + ", as when the run started"
+            )
+            remedy = (
+                "restore the tokenizer's files and the versions of tokenizers and transformers, "
+                "or start a new run"
+            )
+            raise DataError(f"tokenizer of {options.model}", found, expected, remedy)
+        _require_same_base(self, record, options, inputs.model)
+        return dict(record)
+
+    def metrics(self) -> bytes:
+        """The content of ``metrics.jsonl``; empty if it cannot be read, and speed and memory are
+        then unknown.
+        """
+        try:
+            return read_regular(self.path / METRICS)
+        except OSError:
+            return b""
+
+    def rows(self, journal: Journal) -> list[Row]:
+        """The rows of the metrics for the steps and evaluations of the run's journal."""
+        return align_rows(self.metrics(), journal).rows
+
+    def samples(self) -> list[dict[str, Any]]:
+        """The samples of the run. Damaged or missing ones are left out."""
+        kinds = {"step": int, "row": int, "prompt": str, "expected": str, "generated": str}
+        samples = []
+        with contextlib.suppress(OSError):
+            for line in read_regular(self.path / SAMPLES).splitlines():
+                with contextlib.suppress(ValueError, RecursionError):
+                    sample = json.loads(line)
+                    if isinstance(sample, dict) and all(
+                        type(sample.get(name)) is kind for name, kind in kinds.items()
+                    ):
+                        samples.append(sample)
+        return samples
+
+    def trials(self) -> list[dict[str, Any]]:
+        """The trials with which the run chose its learning rate, the best one first.
+
+        Those of a damaged or missing file are taken from the run's metrics.
+
+        Raises:
+            OutputError: if the file is damaged, and the metrics do not have them.
+        """
+        path = self.path / CHOICE
+        try:
+            with reading(path):
+                return _whole_trials(checked_json.from_bytes(read_regular(path))["trials"])
+        except OutputError as error:
+            if not isinstance(error.__cause__, FileNotFoundError):
+                raise
+            return _logged_trials(self.metrics())
+        except _DAMAGES as error:
+            if logged := _logged_trials(self.metrics()):
+                return logged
+            raise OutputError(
+                path,
+                "a file that was edited or damaged",
+                "the trials that zo2 train saved in it",
+                "restore it from a copy, or remove it to go on without the trials' rows",
+            ) from error
+
+    @property
+    def model(self) -> Path:
+        """Directory of the exported model."""
+        return self.path / MODEL
+
+    def has_model(self) -> bool:
+        """Whether the model was exported. Directories of exports that were killed are removed."""
+        from zo2core.checkpoint.export import remove_leftovers
+
+        remove_leftovers(self.model)
+        return holds_model(self.model)
+
+
+class HeldRun(RunDirectory):
+    """A run's directory, locked by this process until closed, which writes it.
 
     Args:
         path: The directory, which is created for a new run.
@@ -90,7 +237,7 @@ class RunDirectory:
     def __init__(self, path: Path, *, resume: bool) -> None:
         if not resume:
             require_new(path)
-        self.path = path
+        super().__init__(path)
         self._resumed = resume
         self._lock = directory_lock(path)
         self._checksums: dict[str, str] = {}
@@ -115,7 +262,7 @@ class RunDirectory:
         """
         options, self._checksums = inputs.options, inputs.checksums
         if self._resumed:
-            self._record = record_of(self.path, inputs)
+            self._record = self.record_of(inputs)
             if options.optimization.lr != "auto":
                 # of a process that was killed between its choice and their removal
                 self.remove_trials()
@@ -123,33 +270,8 @@ class RunDirectory:
         record = {"options": options.to_json(), "checksums": self._checksums}
         self._write_record({**record, "tokens": inputs.tokens}, options)
 
-    @staticmethod
-    def saved(path: Path) -> dict[str, Any]:
-        """The options that a run has saved, as JSON values."""
-        with refusing_damage(path):
-            return dict(_read_record(path)["options"])
-
-    @staticmethod
-    def options(path: Path) -> TrainOptions:
-        """The options that a run has saved."""
-        values = RunDirectory.saved(path)
-        with refusing_damage(path):
-            return TrainOptions.from_json(values, path)
-
-    @property
-    def model(self) -> Path:
-        """Directory of the exported model."""
-        return self.path / MODEL
-
-    def has_model(self) -> bool:
-        """Whether the model was exported. Directories of exports that were killed are removed."""
-        from zo2core.checkpoint.export import remove_leftovers
-
-        remove_leftovers(self.model)
-        return holds_model(self.model)
-
     def write_samples(self, samples: Sequence[Mapping[str, Any]]) -> None:
-        """Replace the samples. See ``read_samples``."""
+        """Replace the samples. See ``samples``."""
         replace_file(self.path / SAMPLES, "".join(json.dumps(sample) + "\n" for sample in samples))
 
     def save(self, options: TrainOptions) -> None:
@@ -197,13 +319,13 @@ class RunDirectory:
                 return
         replace_file(path, text)
 
-    def metrics(self, journal: Journal) -> IO[bytes]:
+    def open_metrics(self, journal: Journal) -> IO[bytes]:
         """Repair the metrics from the journal, and open them for further rows."""
         path = self.path / METRICS
-        raw = metrics_of(self.path)
+        raw = self.metrics()
         aligned = align_rows(raw, journal)
         aligned.require_whole(journal, METRICS)
-        tried = read_trials(self.path)
+        tried = self.trials()
         self._restore_choice(tried)
         trials: list[Row] = [
             {f"{_TRIAL}{name}": value for name, value in row.items()} for row in tried
@@ -217,7 +339,7 @@ class RunDirectory:
     def write_choice(self, lr: float, trials: Sequence[Mapping[str, Any]]) -> None:
         """Save the learning rate that was chosen, and the trials, the best one first.
 
-        See ``read_trials``.
+        See ``trials``.
         """
         replace_file(self.path / CHOICE, checked_json.to_text({"lr": lr, "trials": trials}))
 
@@ -252,45 +374,6 @@ class RunDirectory:
         self._lock.release()
 
 
-def record_of(path: Path, inputs: RunInputs) -> dict[str, Any]:
-    """The record of a run that is to continue, or to be planned.
-
-    Refused is a run of other data, tokens or model than those of the inputs.
-    """
-    options, tokens = inputs.options, inputs.tokens
-    with refusing_damage(path):
-        record = _read_record(path)
-        saved = record["options"]
-        saved_tokens = dict(record["tokens"])
-        checksums = checksums_at(options, record)
-    for option, file in (("data", options.data), ("evaluation", options.evaluation)):
-        at = None if file is None else saved_path(file)
-        if at is not None and (now := inputs.checksums[at]) != (before := checksums.get(at)):
-            expected = (
-                f"what the run began with: {saved.get(option)}, which had the sha256 "
-                f"{str(before)[:12]}"
-            )
-            remedy = "restore the file, pass the path to which it was moved, or start a new run"
-            raise DataError(option, f"{file}, which has the sha256 {now[:12]}", expected, remedy)
-    if names := [
-        name
-        for name in sorted({*tokens, *saved_tokens})
-        if tokens.get(name) != saved_tokens.get(name)
-    ]:
-        found = "; ".join(f"{name} {tokens.get(name)}" for name in names)
-        expected = (
-            "; ".join(f"{name} {saved_tokens.get(name)}" for name in names)
-            + ", as when the run started"
-        )
-        remedy = (
-            "restore the tokenizer's files and the versions of tokenizers and transformers, "
-            "or start a new run"
-        )
-        raise DataError(f"tokenizer of {options.model}", found, expected, remedy)
-    _require_same_base(path, record, options, inputs.model)
-    return dict(record)
-
-
 def _read_record(path: Path) -> dict[str, Any]:
     """What a run's directory has saved of its options, data and tokens."""
     try:
@@ -323,13 +406,11 @@ def _edited_lines(path: Path, record: Mapping[str, Any]) -> tuple[str, str]:
 
 
 def _require_same_base(
-    path: Path, record: Mapping[str, Any], options: TrainOptions, model: BlockModel
+    run: RunDirectory, record: Mapping[str, Any], options: TrainOptions, model: BlockModel
 ) -> None:
     """Refuse a model directory or adapter at a new path if it is not the one that the run began
     with.
     """
-    from zo2core import Journal
-
     before = record["options"]
     now = options.to_json()
     option = next(
@@ -337,7 +418,7 @@ def _require_same_base(
     )
     if option is None:
         return
-    with contextlib.closing(Journal(path / JOURNAL)) as journal:
+    with run.journal() as journal:
         header = journal.header
         fingerprint = model.weights.fingerprint[:12]
     if header is None:
@@ -345,7 +426,7 @@ def _require_same_base(
             f"{now[option]}, of a run that took no step, so that no fingerprint tells whether "
             "it is the run's own"
         )
-        remedy = f"leave it out, or remove {path} and begin the run anew"
+        remedy = f"leave it out, or remove {run.path} and begin the run anew"
         raise OptionError(option, found, f"{before.get(option)}, as when the run began", remedy)
     if (recorded := str(header.get("base"))[:12]) != fingerprint:
         found = f"{now[option]}, which has the fingerprint {fingerprint}"
@@ -365,77 +446,12 @@ def worker_directory(output: Path) -> Path:
     return output if local_rank == 0 else output.with_name(f"{output.name}.worker-{local_rank}")
 
 
-def directory_to_resume(output: Path) -> Path:
-    """Directory to read a run's options from: the worker's directory, or the run's if the worker
-    has none yet.
-    """
-    directory = worker_directory(output)
-    return directory if (directory / OPTIONS).exists() else output
-
-
-def holds_run(output: Path) -> bool:
-    """Whether there is a run that this process can resume or join."""
-    return (directory_to_resume(output) / OPTIONS).exists()
-
-
 def checksums_at(options: TrainOptions, record: Mapping[str, Any]) -> dict[str, Any]:
     """Saved checksums of a run's data files, by the files' present paths."""
     now = options.to_json()
     saved = record["options"]
     roles = [role for role in ("data", "evaluation") if now[role] is not None]
     return {now[role]: record["checksums"].get(saved[role]) for role in roles}
-
-
-def metrics_of(run: Path) -> bytes:
-    """The content of a run's ``metrics.jsonl``; empty if it cannot be read, and speed and memory
-    are then unknown.
-    """
-    try:
-        return read_regular(run / METRICS)
-    except OSError:
-        return b""
-
-
-def read_samples(directory: Path) -> list[dict[str, Any]]:
-    """Read the samples of a run's directory. Damaged or missing ones are left out."""
-    kinds = {"step": int, "row": int, "prompt": str, "expected": str, "generated": str}
-    samples = []
-    with contextlib.suppress(OSError):
-        for line in read_regular(directory / SAMPLES).splitlines():
-            with contextlib.suppress(ValueError, RecursionError):
-                sample = json.loads(line)
-                if isinstance(sample, dict) and all(
-                    type(sample.get(name)) is kind for name, kind in kinds.items()
-                ):
-                    samples.append(sample)
-    return samples
-
-
-def read_trials(directory: Path) -> list[dict[str, Any]]:
-    """Read the trials with which a run chose its learning rate, the best one first.
-
-    Those of a damaged or missing file are taken from the run's metrics.
-
-    Raises:
-        OutputError: if the file is damaged, and the metrics do not have them.
-    """
-    path = directory / CHOICE
-    try:
-        with reading(path):
-            return _whole_trials(checked_json.from_bytes(read_regular(path))["trials"])
-    except OutputError as error:
-        if not isinstance(error.__cause__, FileNotFoundError):
-            raise
-        return _logged_trials(directory)
-    except _DAMAGES as error:
-        if logged := _logged_trials(directory):
-            return logged
-        raise OutputError(
-            path,
-            "a file that was edited or damaged",
-            "the trials that zo2 train saved in it",
-            "restore it from a copy, or remove it to go on without the trials' rows",
-        ) from error
 
 
 def _whole_trials(trials: Sequence[Any]) -> list[dict[str, Any]]:
@@ -448,11 +464,11 @@ def _whole_trials(trials: Sequence[Any]) -> list[dict[str, Any]]:
     return list(trials)
 
 
-def _logged_trials(directory: Path) -> list[dict[str, Any]]:
+def _logged_trials(metrics: bytes) -> list[dict[str, Any]]:
     """The trials that are the first rows of a run's metrics; none if one of these is damaged."""
     trials = list[dict[str, Any]]()
     try:
-        for line in metrics_of(directory).splitlines():
+        for line in metrics.splitlines():
             row = json.loads(line)
             if not all(name.startswith(_TRIAL) for name in row):
                 break
@@ -494,7 +510,7 @@ def make_new(path: Path) -> None:
 
 
 def _require_unstarted(path: Path) -> None:
-    if (path / OPTIONS).exists():
+    if RunDirectory(path).has_begun:
         found = "a run that has already started"
         remedy = (
             f"continue the run with zo2 train --resume {path}, or pass another directory as "
@@ -666,7 +682,7 @@ def begin_branch(branch: Branch, options: TrainOptions) -> list[Path]:
 
     Only journal and options are copied: blocks that the parent has written back are replayed.
     """
-    from zo2core import Journal, branch_journal
+    from zo2core import branch_journal
     from zo2core.checkpoint.export import new_directory
 
     parent, step = branch
@@ -674,7 +690,7 @@ def begin_branch(branch: Branch, options: TrainOptions) -> list[Path]:
     output = options.output
     created = missing_directories(output)
     require_new(output)
-    with contextlib.closing(Journal(parent / JOURNAL)) as journal:
+    with RunDirectory(parent).journal() as journal:
         header = journal.header
         require_branch(options, journal, step)
         own = None if header is None else header.get("provenance")

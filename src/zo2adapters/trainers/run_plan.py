@@ -35,8 +35,7 @@ from zo2adapters.trainers.preparation import (
 )
 from zo2adapters.trainers.process import with_kept_memory
 from zo2adapters.trainers.run_directory import (
-    JOURNAL,
-    record_of,
+    RunDirectory,
     require_branch,
     require_resumable,
 )
@@ -49,7 +48,7 @@ from zo2adapters.trainers.run_inputs import (
     RunStart,
 )
 from zo2adapters.trainers.run_tasks import RunTasks
-from zo2core import DevicePlan, HostPlan, Journal, LowRankPerturbation, MemoryPolicy, ZO2Error
+from zo2core import DevicePlan, HostPlan, LowRankPerturbation, MemoryPolicy, ZO2Error
 from zo2core.errors import MemoryBudgetError, OptionError
 from zo2core.estimators.factors import kept_bytes_a_step
 from zo2core.estimators.perturbation import require_perturbation
@@ -734,7 +733,7 @@ def plan_of_options(
     checked_method(start)
     continues = resume is not None and from_step is None
     if resume is not None:
-        with closing(Journal(resume / JOURNAL)) as journal:
+        with RunDirectory(resume).journal() as journal:
             if from_step is None:
                 require_resumable(options, journal)
             else:
@@ -757,7 +756,7 @@ def _prepared_as_a_run(start: RunStart, *, continues: bool) -> tuple[RunInputs, 
     inputs, method, _, fitting = prepare(start, digests=continues)
     RunTasks.of(inputs).task.close()
     if continues:
-        record_of(start.options.output, inputs)
+        RunDirectory(start.options.output).record_of(inputs)
     if fitting is None:  # on a GPU
         fitting = fitting_plan(method, inputs.model, inputs.shapes())
     return inputs, fitting

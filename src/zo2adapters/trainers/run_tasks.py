@@ -11,7 +11,7 @@ from zo2adapters.models.checkpoint import end_token_ids
 from zo2adapters.tasks.generation import generate
 from zo2adapters.tasks.rows import Choice, Question, TokenizedRow
 from zo2adapters.tasks.task import Task, TaskOptions, make_evaluation, make_task
-from zo2adapters.trainers.run_directory import RunDirectory, read_samples
+from zo2adapters.trainers.run_directory import HeldRun
 from zo2adapters.trainers.run_inputs import MOST_SAMPLED, RunInputs
 from zo2core import Engine
 from zo2core.errors import OptionError
@@ -81,11 +81,11 @@ class Samples:
         """Number of prompts, and most tokens of a prompt with its answer."""
         return len(self._prompts), self.longest_prompt + self._most
 
-    def write(self, engine: Engine, run: RunDirectory) -> None:
+    def write(self, engine: Engine, run: HeldRun) -> None:
         """Answer the prompts with a runner's current weights, unless the run has the answers of
         this step.
         """
-        earlier = read_samples(run.path)
+        earlier = run.samples()
         step = engine.version
         if any(sample["step"] == step for sample in earlier):
             return

@@ -37,7 +37,7 @@ from zo2adapters.trainers.process import (
     with_kept_memory,
 )
 from zo2adapters.trainers.run_directory import (
-    JOURNAL,
+    HeldRun,
     RunDirectory,
     begin_branch,
     provenance,
@@ -49,7 +49,7 @@ from zo2adapters.trainers.run_directory import (
 from zo2adapters.trainers.run_inputs import RunInputs, RunStart
 from zo2adapters.trainers.run_plan import RunPlan, duration, first_line, planned
 from zo2adapters.trainers.run_tasks import RunTasks
-from zo2core import Engine, HostPlan, Journal
+from zo2core import Engine, HostPlan
 from zo2core.errors import (
     CheckpointError,
     JournalError,
@@ -108,7 +108,7 @@ def open_run(
         if start.branch is not None:
             refused.callback(remove_files, output, begin_branch(start.branch, start.options))
             start = replace(start, resumes=True, branch=None)
-        directory = RunDirectory(output, resume=start.resumes)
+        directory = HeldRun(output, resume=start.resumes)
         refused.callback(directory.abandon)
         recorded = _recorded(start, of_options)
         prepared = prepare(start, digests=True)
@@ -155,7 +155,7 @@ def _recorded(start: RunStart, method: RunMethod) -> _Recorded:
     """What the journal of a run says that goes on, of other files than these."""
     if not start.resumes:
         return _Recorded(None, 0)
-    with closing(Journal(start.options.output / JOURNAL)) as journal:
+    with RunDirectory(start.options.output).journal() as journal:
         require_same_files(start.options, journal.header)
         return _Recorded(journal.header, method.first_step(journal))
 
@@ -180,7 +180,7 @@ class Trainer:
 
     start: RunStart
     display: Display
-    directory: RunDirectory
+    directory: HeldRun
     inputs: RunInputs
     method: RunMethod
     activations: int  # bytes that are reserved for them
@@ -275,7 +275,7 @@ class Trainer:
         tracker = options.report_to if is_first(self.start.workers) else "none"
         left = self._evaluations_left(engine.version + (engine.version in evaluated))
         with (
-            self.directory.metrics(engine.journal) as file,
+            self.directory.open_metrics(engine.journal) as file,
             closing(LiveMetrics(tracker, options.output, file, options.to_json())) as metrics,
             StepBar(
                 self.display.label,

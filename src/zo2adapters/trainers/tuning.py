@@ -23,18 +23,16 @@ from typing import Any, NamedTuple, Self
 
 from zo2adapters.trainers import checked_json
 from zo2adapters.trainers.methods import RunMethod, checked_method, method_of, open_shared_base
-from zo2adapters.trainers.metrics import align_rows, losses_of
+from zo2adapters.trainers.metrics import losses_of
 from zo2adapters.trainers.optimization import Decay
 from zo2adapters.trainers.options import TrainOptions, can_share, require_tunable
 from zo2adapters.trainers.preparation import prepare
 from zo2adapters.trainers.process import is_first, storage_of_one
 from zo2adapters.trainers.run_directory import (
-    JOURNAL,
     TRIALS,
+    HeldRun,
     RunDirectory,
-    holds_run,
     make_new,
-    metrics_of,
     reading,
     replace_file,
 )
@@ -286,13 +284,10 @@ def _lengthened(
     """Start or resume a trial and take its steps up to ``steps``; with a label its progress bar is
     displayed.
     """
-    if resume := holds_run(trial.directory):
-        trial_options = (
-            RunDirectory.options(trial.directory)
-            .with_steps(steps)
-            .having(objective=options.objective)
-        )
-        with closing(Journal(trial.directory / JOURNAL)) as journal:
+    run = RunDirectory(trial.directory)
+    if resume := RunDirectory.to_resume(trial.directory).has_begun:
+        trial_options = run.options().with_steps(steps).having(objective=options.objective)
+        with run.journal() as journal:
             if journal.version >= steps:  # the trials were interrupted in a later round
                 return _judged(trial, trial_options, journal.until(steps))
     else:
@@ -366,7 +361,7 @@ def with_chosen_rate(
     """Choose a run's learning rate, and save the run with it, which then resumes."""
     start = RunStart(options, resumes=resume)
     checked_method(start)
-    with closing(RunDirectory(options.output, resume=resume)) as run:
+    with closing(HeldRun(options.output, resume=resume)) as run:
         try:
             prepared = prepare(start, digests=True)
             inputs = prepared.inputs
@@ -440,10 +435,9 @@ def schedule_of(options: TrainOptions) -> tuple[Sequence[float], Schedule]:
 
 def _result(trial: Trial, forwards: int) -> dict[str, Any]:
     """A trial's result, with the loss of each step, as JSON values."""
-    with closing(Journal(trial.directory / JOURNAL)) as journal:
-        rows = [
-            row for row in align_rows(metrics_of(trial.directory), journal).rows if "loss" in row
-        ]
+    run = RunDirectory(trial.directory)
+    with run.journal() as journal:
+        rows = [row for row in run.rows(journal) if "loss" in row]
     return {
         "lr": trial.lr,
         "steps": len(rows),
