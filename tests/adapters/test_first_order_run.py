@@ -14,6 +14,7 @@ from typing import Any, get_args
 import pytest
 import torch
 from command_lines import Apart, done, make_place, refusal, write_rows
+from engines import assert_equal
 from peft_models import monolithic, values_of
 from runs import outcome
 from safetensors import safe_open
@@ -720,6 +721,35 @@ def test_plan_counts_gradients_states_and_snapshots(here: Path, method: Optimize
     )
     assert planned["host_plan"]["buckets"] is None
     assert "snapshot   " in done(*common).out
+
+
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`")  # peft asks for it
+def test_an_adapter_and_its_base_are_resumed_merged_and_never_exported_apart(here: Path) -> None:
+    told = (
+        *("train", "--method", "lora+lomo", "--model", "base", "--data", "rows.jsonl"),
+        *("--lr", 1e-2, "--batch-size", 3, "--lora-rank", 2),
+    )
+    assert "--base-lr: found nothing" in refusal(*told, "--output", "none")
+    both = (*told, "--base-lr", 1e-2)
+    done(*both, "--output", "whole", "--steps", 3)
+    done(*both, "--output", "resumed", "--steps", 2)
+    done("train", "--resume", "resumed", "--steps", 3)
+    for part in ("base/model", "adapter/adapter_model"):
+        made, expected = (
+            load_file(Path(run) / "model" / f"{part}.safetensors") for run in ("resumed", "whole")
+        )
+        assert_equal(made, expected)
+    done("merge", "--run", "whole", "--output", "merged")
+    base = AutoModelForCausalLM.from_pretrained("whole/model/base")
+    merged = peft.PeftModel.from_pretrained(base, "whole/model/adapter").merge_and_unload()
+    assert_equal(load_file("merged/model.safetensors"), dict(merged.state_dict()))
+    alone = refusal("export", "--run", "whole", "--output", "alone", "--as-adapter")
+    assert "the adapter alone is of no use" in alone
+    assert "what zo2 merge wrote" in refusal("push", "whole", "--to", "a/b")
+    frozen = refusal(*both, "--output", "none", "--adapter-frozen", "lora_A")
+    assert "--adapter-frozen: found lora_A with --method lora+lomo" in frozen
+    assert "0.01, as in the run" in refusal("train", "--resume", "whole", "--base-lr", 0.5)
+    assert not Path("none").exists()
 
 
 STREAMED = ("--stream-blocks",)

@@ -126,6 +126,7 @@ METHODS: dict[str, dict[str, Any]] = {
     "adamw of an adapter": {**ADAMW, "lora_rank": 2},
     **{name: {"method": name, "lr": 1e-3} for name in ("mezo", "adamw", "sgd", "lomo", "badam")},
     "lora": {"method": "lora", "lora_rank": 2},
+    "lora+lomo": {"method": "lora+lomo", "lora_rank": 2, "base_lr": 1e-3},
 }
 OTHER: dict[str, Any] = {  # another value than the default
     "adapter": Path("adapter"),

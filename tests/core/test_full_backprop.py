@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, cast
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -20,19 +21,22 @@ from engines import (
     first_order,
     inner,
     memory,
+    open_engine,
     outcome,
     weights,
 )
 from hypothesis import given
 from hypothesis import strategies as st
 from models import CONFIGS, batches, make_batch, save_model, small_config
-from peft_models import lora
+from peft_models import lora, monolithic, values_of
 from profiles import each_choice, examples, short_first
 from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import AutoModelForCausalLM
 from whole_loops import BlockCoordinateLoop, WholeModel, adalomo_loop, lomo_loop, torch_loop
 
 from zo2adapters import Adapter, open_checkpoint
 from zo2adapters.models.architecture import Precision
+from zo2adapters.models.peft_adapter import is_of_adapter
 from zo2core import (
     LOMO,
     AdaLOMO,
@@ -54,6 +58,7 @@ from zo2core.errors import (
     OptionError,
 )
 from zo2core.methods.first_order import segment_gradient_bytes, trained_bytes
+from zo2core.optimizers.adapter_and_base import AdapterAndBase
 from zo2core.optimizers.loss_scaling import LossScale
 from zo2core.optimizers.registry import make_block_update
 from zo2core.optimizers.states import _StatesFromZero, copied_state, state_bytes
@@ -956,3 +961,168 @@ def test_parameters_are_loaded_before_the_first_step_only(tmp_path: Path, delays
         engine.step(make_batch(40, [7]))
         with pytest.raises(OptionError, match="without steps"):
             engine.load_parameters(values)
+
+
+LORA_LR, BASE_LR = 1e-2, 5e-2
+
+
+class LoRAAndLOMO:
+    """A whole model whose adapter torch's AdamW trains, and the base under it LOMO, in one step."""
+
+    def __init__(
+        self, base: Path, clip_norm: float | None = None, autocast: torch.dtype | None = None
+    ) -> None:
+        config = lora(init_lora_weights=False)
+        opened = self.opened(base, "exact" if autocast is None else "mixed")
+        values = {name: value for name, value in values_of(opened).items() if is_of_adapter(name)}
+        model = monolithic(base, config, values)
+        if autocast is not None:
+            model = cast("Any", model).float()
+        self.whole = WholeModel(model, autocast=autocast)
+        for parameter in self.whole.parameters.values():
+            parameter.requires_grad = True
+        self._clip_norm = clip_norm
+        self._adamw = torch.optim.AdamW(
+            [value for name, value in self.whole.parameters.items() if is_of_adapter(name)],
+            weight_decay=0.1,
+        )
+
+    @staticmethod
+    def opened(base: Path, precision: str = "exact") -> Any:
+        """The model whose segments are streamed."""
+        adapter = Adapter(config=lora(init_lora_weights=False), seed=1, trains_base=True)
+        dtype = "auto" if precision == "exact" else "bfloat16"
+        return open_checkpoint(
+            base, adapter=adapter, precision=precision, dtype=dtype, loss_chunk=None
+        )
+
+    @staticmethod
+    def update() -> AdapterAndBase:
+        return AdapterAndBase(
+            TorchOptimizer(partial(torch.optim.AdamW, weight_decay=0.1)),
+            LOMO(weight_decay=0.1),
+            base_lr=lambda step: BASE_LR / (step + 1),
+            is_of_adapter=is_of_adapter,
+        )
+
+    def step(self, number: int, micro_batches: Sequence[Any]) -> tuple[float, float]:
+        """Take a step; returns the loss and the norm of all gradients before it was clipped."""
+        loss = self.whole.backward(micro_batches)
+        gradients = {name: gradient.float() for name, gradient in self.whole.gradients().items()}
+        norm = torch.nn.utils.get_total_norm(list(gradients.values()))
+        parameters = self.whole.parameters
+        for name, gradient in gradients.items():
+            if self._clip_norm is not None:
+                gradient *= torch.clamp(self._clip_norm / (norm + 1e-6), max=1.0)
+            if is_of_adapter(name):
+                parameters[name].grad = gradient
+            else:
+                _descend(parameters[name], gradient, BASE_LR / (number + 1))
+        for group in self._adamw.param_groups:
+            group["lr"] = LORA_LR / (number + 1)
+        self._adamw.step()
+        return loss, norm.item()
+
+
+@torch.no_grad()
+def _descend(parameter: torch.Tensor, gradient: torch.Tensor, lr: float) -> None:
+    """LOMO's update, in float32 (OpenLMLab/LOMO's program)."""
+    theta = parameter.float()
+    parameter.copy_(theta.mul_(1.0 - lr * 0.1).add_(gradient, alpha=-lr))
+
+
+@pytest.mark.parametrize(
+    ("model_type", "dtype", "clip_norm", "buckets"),
+    [
+        ("llama", torch.float32, None, None),
+        ("llama", torch.bfloat16, 0.5, 2),
+        ("opt", torch.float32, 0.5, 2),
+        ("opt", torch.bfloat16, None, None),
+    ],
+)
+def test_lora_by_adamw_and_its_base_by_lomo_have_the_bits_of_peft_and_torch(
+    model_type: str,
+    dtype: torch.dtype,
+    clip_norm: float | None,
+    buckets: int | None,
+    tmp_path: Path,
+) -> None:
+    targets = {"opt": ["q_proj", "fc1"], "llama": ["q_proj", "up_proj"]}[model_type]
+    base = save_model(tmp_path / "base", small_config(model_type, num_hidden_layers=4), dtype)
+    with patch(f"{__name__}.lora", partial(lora, target_modules=targets)):
+        both = LoRAAndLOMO(base, clip_norm)
+        streamed: dict[str, Any] = {"run": tmp_path / "run", "commit_every": 2}
+        options = streamed if buckets is not None else {}
+        micro_batches = [make_batch(40, [7, 5]), make_batch(40, [6], seed=1)]
+
+        def opened() -> Engine:
+            method = FirstOrder(both.update(), lr=lambda step: LORA_LR / (step + 1), clip=clip_norm)
+            return open_engine(both.opened(base), method, memory=memory(buckets), **options)
+
+        engine = opened()
+        for number in range(3):
+            if number == 2 and buckets is not None:
+                engine.close()
+                engine = opened()  # from the commit on disk
+            loss, norm = both.step(number, micro_batches)
+            result = engine.step(micro_batches)
+            assert result.loss == pytest.approx(loss, rel=1e-6)
+            assert result.grad_norm == norm
+            assert_has(engine, both.whole)
+        engine.close()
+
+
+def test_lora_and_lomo_in_mixed_precision_are_those_of_autocast(tmp_path: Path) -> None:
+    base = save_model(tmp_path / "base", small_config("llama"), torch.bfloat16)
+    both = LoRAAndLOMO(base, autocast=torch.bfloat16)
+    method = FirstOrder(both.update(), lr=lambda step: LORA_LR / (step + 1))
+    with Engine(both.opened(base, "mixed"), method, memory=memory()) as engine:
+        for number in range(3):
+            loss, _ = both.step(number, [BATCH])
+            assert engine.step(BATCH).loss == loss
+            assert_has(engine, both.whole)
+
+
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`")  # peft asks for it
+def test_an_adapter_and_its_base_resume_from_a_snapshot_and_are_exported_together(
+    tmp_path: Path,
+) -> None:
+    base = save_model(tmp_path / "base", small_config("llama"))
+    peft: Any = pytest.importorskip("peft")
+
+    def opened(run: Path | None) -> Engine:
+        method = FirstOrder(LoRAAndLOMO.update(), lr=LORA_LR)
+        return Engine(LoRAAndLOMO.opened(base), method, memory=memory(), run=run)
+
+    with opened(None) as engine:
+        expected = [engine.step(batch).loss for batch in ROWS]
+        final = weights(engine)
+    with opened(tmp_path / "run") as engine:
+        losses = [engine.step(batch).loss for batch in ROWS[:2]]
+        engine.take_snapshot()
+    with opened(tmp_path / "run") as engine:
+        losses += [engine.step(batch).loss for batch in ROWS[2:]]
+        assert losses == expected
+        assert_equal(weights(engine), final)
+        engine.export(tmp_path / "both")
+        evaluated = engine.evaluate([BATCH]).loss
+    whole = AutoModelForCausalLM.from_pretrained(tmp_path / "both" / "base")
+    loaded = peft.PeftModel.from_pretrained(whole, tmp_path / "both" / "adapter").eval()
+    assert loaded(**BATCH).loss.item() == evaluated
+    assert loaded.peft_config["default"].base_model_name_or_path == str(tmp_path / "both" / "base")
+    of_base = dict(AutoModelForCausalLM.from_pretrained(base).named_parameters())
+    changed = {name for name, value in final.items() if not is_of_adapter(name)}
+    changed -= {
+        name for name, value in of_base.items() if torch.equal(value, final.get(name, value))
+    }
+    assert any("base_layer" in name for name in changed), "the base has changed under the adapter"
+
+
+def test_an_adapter_and_its_base_refuse_turns_and_an_adapter_in_16_bits(tmp_path: Path) -> None:
+    with pytest.raises(OptionError, match="in turns"):
+        AdapterAndBase(LOMO(), BAdam(ADAMW), base_lr=1.0, is_of_adapter=is_of_adapter)
+    base = save_model(tmp_path / "base", small_config("llama"), torch.bfloat16)
+    config = lora(modules_to_save=["norm"])
+    model = open_checkpoint(base, adapter=Adapter(config=config, trains_base=True))
+    with pytest.raises(OptionError, match="modules_to_save"):
+        Engine(model, FirstOrder(LoRAAndLOMO.update(), lr=1.0))

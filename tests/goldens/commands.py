@@ -159,6 +159,12 @@ COMMANDS: Mapping[str, Callable[..., Trajectory]] = {
     "lomo, bfloat16": partial(
         trained, f"--method lomo {FULL} --max-grad-norm 0.5 --max-grad-value 0.1", dtype=HALF
     ),
+    "lora and lomo, bfloat16, streamed, resumed": partial(
+        trained,
+        "--method lora+lomo --base-lr 1e-2 --lora-rank 2 --stream-blocks --max-grad-norm 0.5",
+        dtype=HALF,
+        resumed_after=3,
+    ),
     "adalomo": partial(trained, f"--method adalomo {FULL}"),
     "badam, resumed": partial(trained, f"--method badam --switch-every 2 {FULL}", resumed_after=3),
     "badam, streamed, bfloat16": partial(

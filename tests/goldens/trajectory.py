@@ -35,7 +35,7 @@ def _bytes(tensor: torch.Tensor) -> bytes:
 
 def exported_digest(directory: Path) -> str:
     """Digest of all tensors of a saved model or adapter, whatever its files are called."""
-    files = sorted(directory.glob("*.safetensors"))
+    files = sorted(directory.rglob("*.safetensors"))
     assert files, f"no weights in {directory}"
     return weights_digest(named for file in files for named in load_file(file).items())
 

@@ -270,6 +270,7 @@ class AtStep(Command):
             seed=0 if self.saved is None else self.saved.seed,
             base=self.model,
             is_trained=False,
+            trains_base=self.saved is not None and self.saved.optimization.trains_both,
             loss_chunk=loss_chunk,
             export_dtype=export_dtype,
         )

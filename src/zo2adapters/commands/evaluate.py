@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, NamedTuple
 
 from zo2adapters.commands.at_step import AtStep
 from zo2adapters.commands.options import Command, Written, text_table
+from zo2adapters.models.model_files import ADAPTER_FOLDER, BASE_FOLDER
 from zo2adapters.tasks.row_options import RowFormat, RowOptions, first_format
 from zo2adapters.trainers.metrics import SharedSweeps, progress_bar, sweep_bars
 from zo2adapters.trainers.option_checks import require_valid
@@ -464,6 +465,9 @@ def _score(
     trained = model_options.of_method(options.optimization.method)
     adapter = exported if trained.trains_adapter else None
     whole = exported if adapter is None else None
+    if exported is not None and options.optimization.trains_both:
+        adapter = exported / ADAPTER_FOLDER
+        whole = exported / BASE_FOLDER
     exact = options.optimization.is_exact or options.optimization.rank is not None
     precision = precision_of_run(
         model_options.precision, is_exact=exact, on_cpu=storage.device == "cpu"

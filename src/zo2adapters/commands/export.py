@@ -12,8 +12,9 @@ from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
 from zo2adapters.commands.at_step import EXPORT_BYTES, AtStep
 from zo2adapters.commands.options import POSITIONAL, Command, Written
-from zo2adapters.models.model_files import require_model
+from zo2adapters.models.model_files import ADAPTER_FOLDER, BASE_FOLDER, require_model
 from zo2adapters.optional_package import require_package
+from zo2adapters.tasks.option_tree import BOTH
 from zo2adapters.trainers.metrics import export_bar, progress_bar
 from zo2adapters.trainers.options import DtypeName
 from zo2adapters.trainers.run_directory import JOURNAL, MODEL, OPTIONS
@@ -151,12 +152,9 @@ class Export(WritesDirectory):
 
         is_gguf_file = self._writes_gguf
         has_adapter = at.model_options.trains_adapter
-        is_adapter = self._writes_adapter or (has_adapter and not is_gguf_file)
-        if is_gguf_file and self._writes_adapter and not has_adapter:
-            found = "norms and embeddings, which a run with --rank changes, too"
-            expected = "a merged model, since llama.cpp's adapters change linear layers alone"
-            option = "as_adapter" if self.ollama is None else "ollama"
-            raise OptionError(option, found, expected, "leave it out")
+        has_both = self._has_both()
+        is_adapter = self._writes_adapter or (has_adapter and not is_gguf_file and not has_both)
+        self._require_form_of_llama_cpp(has_adapter=has_adapter)
         model = at.open_model(export_dtype=self.output_dtype)
         merges = has_adapter and is_gguf_file and not self._writes_adapter
         with at.engine(
@@ -166,6 +164,7 @@ class Export(WritesDirectory):
                 version=engine.version,
                 head=at.model_options.head,
                 is_adapter=is_adapter,
+                has_both=has_both and not merges,
                 is_merged=merges,
                 is_gguf_file=is_gguf_file,
             )
@@ -176,7 +175,29 @@ class Export(WritesDirectory):
                 export_adapter(engine, model, self.output, base=str(at.model), files=files)
             else:
                 self._export(at, model, engine, files)
-            self._print("adapter" if is_adapter else "model", at, engine)
+            what = "adapter" if is_adapter else "model"
+            self._print("adapter and its base" if exported.has_both else what, at, engine)
+
+    def _require_form_of_llama_cpp(self, *, has_adapter: bool) -> None:
+        """Refuse llama.cpp's form of an adapter where there is none."""
+        if self._writes_gguf and self._writes_adapter and not has_adapter:
+            found = "norms and embeddings, which a run with --rank changes, too"
+            expected = "a merged model, since llama.cpp's adapters change linear layers alone"
+            option = "as_adapter" if self.ollama is None else "ollama"
+            raise OptionError(option, found, expected, "leave it out")
+
+    def _has_both(self) -> bool:
+        """Whether the run has trained an adapter and its base, which are not written apart."""
+        if self.saved is None or not self.saved.optimization.trains_both:
+            return False
+        if self._writes_adapter:
+            raise OptionError(
+                "as_adapter" if self.ollama is None else "ollama",
+                f"the adapter of a run with --method {BOTH}",
+                "weights with the base, which was trained, too: the adapter alone is of no use",
+                "leave it out, or write one model with zo2 merge",
+            )
+        return True
 
     def _write_gguf(
         self, at: AtStep, model: HFBlockModel, engine: Engine, files: dict[str, bytes]
@@ -406,5 +427,8 @@ class Push(Command):
                 if is_run
                 else "pass a run, or what zo2 export wrote"
             )
+            if (path / BASE_FOLDER).is_dir():
+                both = f"{path / BASE_FOLDER} and {path / ADAPTER_FOLDER}"
+                remedy = f"push {both}, or what zo2 merge wrote"
             raise OptionError(path, found, "an exported model or adapter", remedy)
         return path

@@ -816,6 +816,8 @@ class Plan(Train):
                 )
         if options.optimization.optimizer is not None and not self.lr_is_given:
             options = options.with_rate("auto")
+        if options.optimization.trains_both and options.optimization.base_lr is None:
+            options = options.having(base_lr=1.0)  # stands for any
         if options.storage.device_memory != "auto" and options.storage.device == "cpu":
             options = replace(options, storage=replace(options.storage, device="cuda"))
         elif options.storage.device_memory == "auto" and options.storage.device != "cpu":

@@ -186,7 +186,7 @@ def open_checkpoint(
     _require_loss_chunk(loss_chunk, kind)
     adapter_config = None if adapter is None else peft_config(adapter)
     if adapter_config is not None:
-        precision = _adapter_precision(precision, transfer_dtype, export_dtype)
+        precision = _adapter_precision(adapter_config, precision, transfer_dtype, export_dtype)
     directory = resolve_directory(path)
     require_no_adapter(directory, adapter)
     files = GGUFModel(directory) if is_gguf(directory) else ModelDirectory(directory)
@@ -301,7 +301,7 @@ def _with_adapter(
         encodings={
             name: encoding for name, encoding in encodings.items() if name not in adapter.beside
         },
-        trained=adapter.trained,
+        trained=adapter.trained | pieces.keys() if adapter.trains_base else adapter.trained,
         resident=adapter.tensors.keys(),
         frozen_dtypes=frozen_dtypes,
     )
@@ -316,11 +316,18 @@ def _with_adapter(
 
 
 def _adapter_precision(
-    precision: Precision | str, transfer_dtype: str, export_dtype: torch.dtype | str
+    chosen: ChosenConfig,
+    precision: Precision | str,
+    transfer_dtype: str,
+    export_dtype: torch.dtype | str,
 ) -> Precision | str:
-    """The precision of a base with an adapter. Options that change its dtypes are refused."""
+    """The precision of a base with an adapter. Options that change its dtypes are refused, unless
+    it is trained, too.
+    """
     carried = precision.carried if isinstance(precision, Precision) else None
     _require_one_of("an adapter", "transfer_dtype", carried or transfer_dtype, "stored")
+    if chosen.adapter.trains_base:
+        return precision
     _require_one_of("an adapter", "export_dtype", export_dtype, "auto")
     return "exact" if precision == "auto" else precision
 

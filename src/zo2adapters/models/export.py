@@ -171,7 +171,8 @@ def export_merged(
 def _origin_in_base(model: PeftBlockModel, name: str) -> str:
     """The file of a parameter of the base, by its name there."""
     specs = (spec for layout in model.layouts for spec in layout.parameters)
-    of_base = (spec.name for spec in specs if spec.name not in model.exported_parameters)
+    saved = {*model.adapter.parameters, *model.adapter.beside}
+    of_base = (spec.name for spec in specs if spec.name not in saved)
     return next(
         model.weights.origin(name_in_base)
         for name_in_base in of_base

@@ -13,6 +13,8 @@ from zo2core.errors import CheckpointError, DataError, UnsupportedModelError
 from zo2core.io.durable import open_regular, read_regular
 
 CONFIG, ADAPTER_CONFIG = "config.json", "adapter_config.json"
+# of an export of an adapter and its base
+ADAPTER_FOLDER, BASE_FOLDER = "adapter", "base"
 _INDEX, _WHOLE = "model.safetensors.index.json", "model.safetensors"
 _GGUF, _GGUF_MAGIC = ".gguf", b"GGUF"
 # Beginnings of the names of the files that hold a tokenizer.

@@ -224,15 +224,17 @@ class OpenedAdapter:
     forward_bytes: int  # memory that a layer's forward needs in addition to the base's
     # peft's model around the skeleton, if the adapter only works through it; else None
     wrapper: Any
+    trains_base: bool  # whether the base's parameters are trained, too
+
+
+def is_of_adapter(name: str) -> bool:
+    """Whether a parameter of a skeleton with an adapter is the adapter's."""
+    return f".{ADAPTER_NAME}." in f"{name}."
 
 
 def _added(skeleton: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
     """The adapter's parameters in a skeleton."""
-    return (
-        (name, value)
-        for name, value in skeleton.named_parameters()
-        if f".{ADAPTER_NAME}." in f"{name}."
-    )
+    return ((name, value) for name, value in skeleton.named_parameters() if is_of_adapter(name))
 
 
 @contextmanager
@@ -789,7 +791,7 @@ KINDS: Mapping[str, AdapterKind] = {kind.peft_type: kind for kind in _KINDS}
 
 @dataclass(frozen=True, kw_only=True)
 class Adapter:
-    """An adapter to train. The base's weights do not change.
+    """An adapter to train.
 
     Args:
         config: A config of peft, of a kind in ``KINDS``; a JSON file of one; or a directory with an
@@ -800,6 +802,8 @@ class Adapter:
         base: Path or hub id of the base, which an exported config names if ``config`` names none.
         is_trained: Whether it will be trained. An adapter that is only read may have been trained
             with dropout.
+        trains_base: Whether the base's weights are trained, too, with ``AdapterAndBase``. Otherwise
+            they do not change.
     """
 
     config: Any
@@ -807,6 +811,7 @@ class Adapter:
     seed: int = 0
     base: str | None = None
     is_trained: bool = True
+    trains_base: bool = False
 
     def __post_init__(self) -> None:
         require_whole("adapter.seed", self.seed, 0)
@@ -912,6 +917,7 @@ def inject(
         where=str(weights or "the new adapter"),
         forward_bytes=kind.forward_bytes(skeleton, config),
         wrapper=wrapper,
+        trains_base=adapter.trains_base,
     )
 
 

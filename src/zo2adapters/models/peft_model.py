@@ -1,4 +1,5 @@
-"""Hugging Face models with an adapter of peft. Exports are the adapter, in peft's files.
+"""Hugging Face models with an adapter of peft. Exports are the adapter, in peft's files, and the
+base if it was trained, too.
 
 A prefix is trained keys and values of virtual tokens, which every layer's attention sees before
 those of the row. Other adapters are modules around layers.
@@ -7,7 +8,8 @@ those of the row. Other adapters are modules around layers.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -21,10 +23,17 @@ from zo2adapters.models.batches import is_packed
 from zo2adapters.models.footprint import POSITION_BYTES, PassBytes, cache_bytes
 from zo2adapters.models.hf import NO_FILES, Activations, Files, HFBlockModel, HFHeadModel
 from zo2adapters.models.library_names import DynamicLayer
-from zo2adapters.models.peft_adapter import OpenedAdapter
+from zo2adapters.models.model_files import ADAPTER_FOLDER, BASE_FOLDER
+from zo2adapters.models.peft_adapter import OpenedAdapter, base_form
 from zo2adapters.models.skeleton import LayerCall, LayerCalls
 from zo2core import Batch
-from zo2core.checkpoint.export import is_finite, new_directory, not_finite, write_companions
+from zo2core.checkpoint.export import (
+    is_finite,
+    new_directory,
+    not_finite,
+    write_checkpoint,
+    write_companions,
+)
 from zo2core.errors import UnsupportedModelError
 
 
@@ -75,7 +84,11 @@ class PeftBlockModel(HFBlockModel):
 
     @property
     def exported_parameters(self) -> frozenset[str]:
-        """The adapter's parameters, and those of the base that were saved beside them."""
+        """The adapter's parameters, and those of the base that were saved beside them; all, if the
+        base is trained, too.
+        """
+        if self.adapter.trains_base:
+            return frozenset(spec.name for layout in self.layouts for spec in layout.parameters)
         return frozenset([*self.adapter.parameters, *self.adapter.beside])
 
     def write(
@@ -83,13 +96,54 @@ class PeftBlockModel(HFBlockModel):
     ) -> None:
         """Write the adapter's config and its tensors among these as peft does, the base's
         tokenizer, and further files.
+
+        A base that was trained, too, gets a directory beside the adapter's: without it the adapter
+        is of no use.
         """
+        if self.adapter.trains_base:
+            with new_directory(directory) as partial_directory:
+                self._write_both(directory, partial_directory, tensors)
+                write_companions(partial_directory, files)
+            return
         names = {name: f"{FILE_PREFIX}{name}" for name in self.adapter.beside}
         names |= self.adapter.parameters
         saved = {names[name]: tensor.clone() for name, tensor in tensors if name in names}
         write_adapter(
             directory, plain_config(self.adapter.config), saved, {**self.tokenizer_files, **files}
         )
+
+    def _write_both(
+        self, directory: Path, written: Path, tensors: Iterable[tuple[str, torch.Tensor]]
+    ) -> None:
+        """Write the present base and the adapter into directories in ``written``, which will be
+        ``directory``.
+        """
+        values: dict[str, torch.Tensor] = {}
+
+        def of_base() -> Iterator[tuple[str, torch.Tensor]]:
+            for name, tensor in tensors:
+                if name in self.adapter.parameters:
+                    values[self.adapter.parameters[name]] = tensor.clone()
+                else:
+                    yield base_form(name), tensor
+
+        specs = [
+            replace(spec, name=base_form(spec.name))
+            for layout in self.layouts
+            for spec in layout.parameters
+            if spec.name not in self.adapter.parameters
+        ]
+        write_checkpoint(
+            written / BASE_FOLDER,
+            specs,
+            of_base(),
+            self.companions,
+            dtype=self.export_dtype,
+            form=self.saved_form,
+        )
+        config = plain_config(self.adapter.config)
+        config["base_model_name_or_path"] = str((directory / BASE_FOLDER).resolve())
+        write_adapter(written / ADAPTER_FOLDER, config, values, self.tokenizer_files)
 
     def require_stackable(self) -> None:
         """Patch the modules for low-rank perturbations."""

@@ -41,8 +41,9 @@ from zo2core.ranges import (
 )
 
 MethodName: TypeAlias = Literal[
-    "lora", "adamw", "sgd", "lomo", "adalomo", "badam", "mezo", "zeroth-order"
+    "lora", "lora+lomo", "adamw", "sgd", "lomo", "adalomo", "badam", "mezo", "zeroth-order"
 ]
+BOTH: MethodName = "lora+lomo"  # trains an adapter and the base under it
 ZEROTH_ORDER: tuple[MethodName, ...] = ("mezo", "zeroth-order")
 
 
@@ -69,22 +70,23 @@ class Effect(NamedTuple):
 
     def applies(self, method: MethodName, *, trains_adapter: bool) -> bool:
         """Whether the option has an effect on a run."""
-        is_any = self.of_adapters or not trains_adapter or method in ZEROTH_ORDER
+        is_any = self.of_adapters or not trains_adapter or method in (*ZEROTH_ORDER, BOTH)
         return method in self.methods and is_any
 
 
 _METHODS: tuple[MethodName, ...] = get_args(MethodName)
-_OF_ALL: tuple[MethodName, ...] = get_args(OptimizerName)  # train all parameters by gradients
+_OF_ALL: tuple[MethodName, ...] = (*get_args(OptimizerName), BOTH)  # by gradients
 ANY = Effect("any method", _METHODS)
 ZEROTH = Effect("--method zeroth-order or mezo", ("zeroth-order", "mezo"))
 ESTIMATED = Effect("--method zeroth-order", ("zeroth-order",))
 GRADIENTS = Effect("a first-order --method", ("lora", *_OF_ALL))
 FULL = Effect("a first-order --method of all parameters", _OF_ALL, of_adapters=False)
 WRITES = Effect("a method that changes the weights", _METHODS, of_adapters=False)
-ADAMW = Effect("--method lora or adamw", ("lora", "adamw"))
+ADAMW = Effect("--method lora, lora+lomo or adamw", ("lora", BOTH, "adamw"))
 FULL_ADAMW = Effect("--method adamw and no adapter", ("adamw",), of_adapters=False)
 SGD = Effect("--method sgd", ("sgd",))
 BADAM = Effect("--method badam", ("badam",))
+OF_BOTH = Effect(f"--method {BOTH}", (BOTH,))
 
 Section: TypeAlias = Literal[
     "model", "data", "method", "schedule", "memory", "evaluation", "output"

@@ -633,29 +633,30 @@ class GradientRun(RunMethod):
         optimizer = first_order.optimizer
         assert optimizer is not None, "it is what chose this class"
         options.learning_rate()  # refuses a warm-up that is too long
-        self.of_adapter = options.model_options.trains_adapter
+        self.of_adapter = options.trains_adapter_alone
         self.streams = first_order.stream_blocks and not self.of_adapter
         self.spills = not self.streams
         self.commit_every = (every or 1) if self.streams else None
         self._policy = SnapshotPolicy(every, time.perf_counter)
-        if self.of_adapter:
+        if options.model_options.trains_adapter:
             self.learning_rates, self.few_learning_rates = _ADAPTER_RATES, _FEW_ADAPTER_RATES
-            self.forwards = ADAPTER_FORWARDS
         else:
             self.learning_rates = OPTIMIZERS[optimizer].learning_rates
             self.few_learning_rates = self.learning_rates[1:-1]
+        self.forwards = ADAPTER_FORWARDS
+        if not self.of_adapter:
             self.forwards = FULL_FORWARDS * (2 if first_order.measures_gradients else 1)
 
     @cached_property
     def update(self) -> BlockUpdate | None:
         """The optimizer of all parameters; None: an adapter is trained."""
         options = self.options
-        decay = options.optimization.weight_decay
-        seed = options.seed % (1 << 62)
-        return (
-            None
-            if self.of_adapter
-            else options.optimization.block_update(weight_decay=decay, seed=seed)
+        if self.of_adapter:
+            return None
+        return options.optimization.block_update(
+            weight_decay=options.optimization.weight_decay,
+            base_lr=options.optimization.base_learning_rate(options.scheduled_steps),
+            seed=options.seed % (1 << 62),
         )
 
     def steps(self) -> FirstOrder:
@@ -690,17 +691,16 @@ class GradientRun(RunMethod):
         micro_batches = self.micro_batches(largest)
         rows, tokens = micro_batches[0]
         blocks = sum(layout.kind is SegmentKind.BLOCK for layout in model.layouts)
-        if isinstance(model, PeftBlockModel):
-            beside = model.adapter_bytes(rows, 1)
-        else:
+        beside = model.adapter_bytes(rows, 1) if isinstance(model, PeftBlockModel) else 0
+        if self.update is not None:
             # gradients of tied weights, one for each micro-batch, wait for the last segment that
             # uses the weights
             tied, _ = divide_tied(model.layouts)
-            beside = len(micro_batches) * packed_bytes(tied)
+            beside += len(micro_batches) * packed_bytes(tied)
             if model.chunk:
                 # the gradient of a chunk, before it is added to that of the others
                 beside += sum(spec.nbytes for spec in model.layouts[-1].used)
-            if self.update is not None and self.update.turn is not None:
+            if self.update.turn is not None:
                 # in another segment's turn they have no gradient
                 most, first = (
                     sum(trained_bytes(self.update, part))

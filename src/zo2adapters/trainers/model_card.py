@@ -19,7 +19,7 @@ from typing import Any
 from huggingface_hub import ModelCardData
 
 from zo2adapters.models.checkpoint import PROMPT
-from zo2adapters.models.model_files import is_gguf
+from zo2adapters.models.model_files import ADAPTER_FOLDER, BASE_FOLDER, is_gguf
 from zo2adapters.tasks.row_options import RowOptions, with_line_breaks
 from zo2adapters.tasks.rows import with_labels
 from zo2adapters.trainers.metrics import best_step, losses_of
@@ -52,6 +52,7 @@ class ExportedModel:
     version: int  # steps taken
     head: str = "causal-lm"
     is_adapter: bool = False
+    has_both: bool = False  # whether it is an adapter, and its base, which was trained, too
     is_merged: bool = False  # whether the run's adapter is merged into the weights
     is_gguf_file: bool = False
 
@@ -74,6 +75,13 @@ def model_card(
     lines = [*_summary(header, version, name, is_adapter=is_adapter, first_order=first_order)]
     if exported.is_merged and version:
         lines += ["", "The steps trained an adapter, which is merged into these weights."]
+    if exported.has_both:
+        lines += [
+            "",
+            "The steps trained an adapter and the base under it: "
+            f"`{ADAPTER_FOLDER}` is of use with the weights in `{BASE_FOLDER}` only, and not with "
+            "the base model.",
+        ]
     is_described = bool(version or journal.evaluations)
     if is_described:
         lines += ["", "## Data", "", *_data(header, data)]
@@ -84,7 +92,7 @@ def model_card(
     if exported.is_gguf_file:
         lines += _llama_cpp(base, name, is_adapter=is_adapter)
     else:
-        lines += _loading(name, causal=causal, is_adapter=is_adapter)
+        lines += _loading(name, causal=causal, is_adapter=is_adapter, has_both=exported.has_both)
     if is_described:
         lines += ["", "## Options", "", "```json", json.dumps(_options(header), indent=2), "```"]
     return _card(
@@ -94,7 +102,7 @@ def model_card(
         causal=causal,
         relation=_relation(exported),
         tags=_tags(exported, first_order=first_order),
-        library_name="peft" if is_adapter else "transformers",
+        library_name="peft" if is_adapter or exported.has_both else "transformers",
         datasets=_datasets(data) if version else None,
     )
 
@@ -110,7 +118,7 @@ def _tags(exported: ExportedModel, *, first_order: bool) -> list[str]:
     tags = list[str]()
     if exported.version:
         tags.append("first-order" if first_order else "zeroth-order")
-    if exported.is_adapter or exported.is_merged:
+    if exported.is_adapter or exported.has_both or exported.is_merged:
         tags.append("lora")
     return tags
 
@@ -294,7 +302,7 @@ def _results(journal: Journal, version: int) -> Iterator[str]:
         yield f"{len(shown)} of {len(evaluations)} evaluations."
 
 
-def _loading(name: str, *, causal: bool, is_adapter: bool) -> list[str]:
+def _loading(name: str, *, causal: bool, is_adapter: bool, has_both: bool = False) -> list[str]:
     loader = "AutoModelForCausalLM" if causal else "AutoModelForSequenceClassification"
     place = "PATH_OR_NAME_OF_THIS_ADAPTER" if is_adapter else "PATH_OR_NAME_OF_THIS_MODEL"
     code = [f"from transformers import {loader}, AutoTokenizer", ""]
@@ -302,6 +310,11 @@ def _loading(name: str, *, causal: bool, is_adapter: bool) -> list[str]:
         named = f'"DIRECTORY_OF_THE_FILE", gguf_file="{name}"' if is_gguf(name) else f'"{name}"'
         code = ["from peft import PeftModel", *code, f"base = {loader}.from_pretrained({named})"]
         code.append(f'model = PeftModel.from_pretrained(base, "{place}")')
+    elif has_both:
+        code = ["from peft import PeftModel", *code]
+        code.append(f'base = {loader}.from_pretrained("{place}/{BASE_FOLDER}")')
+        code.append(f'model = PeftModel.from_pretrained(base, "{place}/{ADAPTER_FOLDER}")')
+        place = f"{place}/{BASE_FOLDER}"
     else:
         code.append(f'model = {loader}.from_pretrained("{place}")')
     return ["```python", *code, f'tokenizer = AutoTokenizer.from_pretrained("{place}")', "```"]

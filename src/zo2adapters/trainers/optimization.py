@@ -7,7 +7,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from enum import Enum
 from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -16,11 +16,13 @@ from zo2adapters.optional_package import optional_package
 from zo2adapters.tasks.option_tree import (
     ADAMW,
     BADAM,
+    BOTH,
     ESTIMATED,
     FULL,
     FULL_ADAMW,
     GRADIENTS,
     MOST_QUERIES,
+    OF_BOTH,
     SGD,
     ZEROTH,
     Change,
@@ -42,13 +44,22 @@ if TYPE_CHECKING:
 
 
 # learning rates by default, of the methods that have one
-DEFAULT_RATES: Mapping[MethodName, float] = {"lora": 2e-4, "mezo": 1e-6, "zeroth-order": 1e-6}
+DEFAULT_RATES: Mapping[MethodName, float] = {
+    "lora": 2e-4,
+    BOTH: 2e-4,
+    "mezo": 1e-6,
+    "zeroth-order": 1e-6,
+}
 
 
 def optimizer_of(method: MethodName) -> OptimizerName | None:
-    """The optimizer of a first-order method; None: its steps are zeroth-order."""
+    """The optimizer of a first-order method, of the base if there are two; None: its steps are
+    zeroth-order.
+    """
     if method == "lora":
         return "adamw"
+    if method == "lora+lomo":
+        return "lomo"
     return None if method == "mezo" or method == "zeroth-order" else method
 
 
@@ -147,8 +158,14 @@ class StepSize(PerturbationScale):
     ] = None
     """Peak learning rate; auto tries several in short runs before the first step.
 
-    By default 2e-4 with lora, and 1e-6 with mezo and zeroth-order, which suits large models. Other
-    methods have no default.
+    By default 2e-4 with lora and lora+lomo, and 1e-6 with mezo and zeroth-order, which suits large
+    models. Other methods have no default.
+    """
+    base_lr: Annotated[
+        float | None, Option("schedule", Change.BRANCH, OF_BOTH, number(above=0, most=1))
+    ] = None
+    """With --method lora+lomo: peak learning rate of the base, by LOMO, such as 1e-3; --lr is that
+    of the adapter. Both decay alike.
     """
     weight_decay: Annotated[float, Option("schedule", Change.BRANCH)] = 0.0
     """Weight decay of the optimizer, for all trained parameters.
@@ -199,16 +216,22 @@ class StepMethod:
             decides=True,
         ),
     ] = "lora"
-    """What is trained, and how. lora: a new LoRA adapter, by AdamW. adamw, sgd, lomo, adalomo and
-    badam: all parameters, by gradients. zeroth-order: all parameters, without gradients; mezo: the
-    same with MeZO's bits. All but lomo, adalomo and badam train an adapter instead, if there is
-    one.
+    """What is trained, and how. lora: a new LoRA adapter, by AdamW. lora+lomo: the same, and the
+    base under it by LOMO. adamw, sgd, lomo, adalomo and badam: all parameters, by gradients.
+    zeroth-order: all parameters, without gradients; mezo: the same with MeZO's bits. All but lomo,
+    adalomo and badam train an adapter, if there is one, and all but lora+lomo then leave the base
+    as it is.
     """
 
     @property
     def optimizer(self) -> OptimizerName | None:
         """The optimizer of first-order steps; None: steps are zeroth-order."""
         return optimizer_of(self.method)
+
+    @property
+    def trains_both(self) -> bool:
+        """Whether an adapter and the base under it are trained."""
+        return self.method == BOTH
 
     @property
     def is_exact(self) -> bool:
@@ -498,12 +521,16 @@ class FirstOrderSteps(BlockUpdates):
         """
         return (self.max_grad_norm is not None and self.optimizer != "badam") or self.loss_scaling
 
-    def block_update(self, *, weight_decay: float, seed: int = 0) -> BlockUpdate:
-        """The optimizer of all parameters."""
+    def block_update(
+        self, *, weight_decay: float, base_lr: LearningRate | None = None, seed: int = 0
+    ) -> BlockUpdate:
+        """The optimizer of all parameters; ``base_lr``: that of the base under an adapter."""
         from zo2core import Delayed, TorchOptimizer
         from zo2core.optimizers.registry import make_block_update
 
         assert self.optimizer is not None, "zeroth-order steps have none"
+        if base_lr is not None:
+            return self._of_both(weight_decay, base_lr)
         options = self.optimizer_options
         update = make_block_update(
             self.optimizer,
@@ -517,6 +544,23 @@ class FirstOrderSteps(BlockUpdates):
             factory = partial(optimizers.AdamW8bit, weight_decay=weight_decay, **options)
             update = TorchOptimizer(factory, options={**update.options, "state_bits": 8})
         return Delayed(update) if self.delayed_update else update
+
+    def _of_both(self, weight_decay: float, base_lr: LearningRate) -> BlockUpdate:
+        """AdamW for the adapter, and LOMO for the base."""
+        import torch
+
+        from zo2adapters.models.peft_adapter import is_of_adapter
+        from zo2core import LOMO, TorchOptimizer
+        from zo2core.optimizers.adapter_and_base import AdapterAndBase
+
+        given: dict[str, Any] = {"weight_decay": weight_decay, **self.optimizer_options}
+        adamw = partial(torch.optim.AdamW, **given)
+        return AdapterAndBase(
+            TorchOptimizer(adamw, options={"name": "adamw", **given}),
+            LOMO(weight_decay=weight_decay),
+            base_lr=base_lr,
+            is_of_adapter=is_of_adapter,
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -541,6 +585,12 @@ class Optimization(FirstOrderSteps, ZerothOrderSteps, StepSize):
         """The estimator of a run of so many steps."""
         self.require_sane()
         return self.estimator_of(self.learning_rate(steps), self.weight_decay, rows)
+
+    def base_learning_rate(self, steps: int) -> LearningRate | None:
+        """The learning rate of the base under an adapter; None: it is not trained, too."""
+        if self.base_lr is None:
+            return None
+        return replace(self.learning_rate(steps), peak=self.base_lr)
 
     def learning_rate(self, steps: int) -> LearningRate:
         """The learning rate of each of so many steps."""

@@ -25,6 +25,7 @@ from typing import (
 from zo2adapters.models.model_files import saved_model
 from zo2adapters.optional_package import optional_package, require_package
 from zo2adapters.tasks.option_tree import (
+    BOTH,
     MOST_ROWS,
     WRITES,
     ZEROTH,
@@ -87,8 +88,8 @@ class AdapterOptions:
 
     adapter: Annotated[Path | None, Option("model", Change.MOVED, decides=True)] = None
     """peft adapter (LoRA, DoRA, prefix tuning) to train instead of the weights, which are then only
-    read. Pass a directory with a saved adapter, or an adapter_config.json as peft writes it to
-    start a new one. Exports are adapters.
+    read, unless --method lora+lomo trains them, too. Pass a directory with a saved adapter, or an
+    adapter_config.json as peft writes it to start a new one. Exports are adapters.
     """
     adapter_frozen: Annotated[
         tuple[str, ...],
@@ -112,7 +113,7 @@ class AdapterOptions:
         ),
     ] = None
     """Train a new LoRA adapter of this rank, peft's LoraConfig(r=8). --adapter takes other configs.
-    By default 8 with --method lora, and no adapter with other methods.
+    By default 8 with --method lora or lora+lomo, and no adapter with other methods.
     """
     lora_targets: Annotated[
         tuple[str, ...], Option("model", needs=("lora_rank",), elsewhere=("target_modules",))
@@ -132,7 +133,7 @@ class AdapterOptions:
 
     @property
     def trains_adapter(self) -> bool:
-        """Whether an adapter is trained instead of the weights."""
+        """Whether an adapter is trained."""
         return self.adapter is not None or self.lora_rank is not None
 
     @property
@@ -174,7 +175,18 @@ class AdapterOptions:
     def require_method(self, method: MethodName) -> None:
         """Refuse a method that does not train adapters beside one."""
         optimizer = optimizer_of(method)
-        if self.trains_adapter and optimizer is not None and optimizer not in OF_ADAPTERS:
+        trains_base = method == BOTH
+        refuse(
+            Refusal(
+                trains_base and bool(self.adapter_frozen),
+                "adapter_frozen",
+                f"{' '.join(self.adapter_frozen)} with --method {BOTH}",
+                f"none with {BOTH}, which trains all of the adapter and of the base",
+            )
+        )
+        if trains_base or not self.trains_adapter or optimizer is None:
+            return
+        if optimizer not in OF_ADAPTERS:
             found = f"{method} with {self.adapter_name}"
             expected = (
                 f"lora, {' or '.join(OF_ADAPTERS)} for an adapter; {method} trains all parameters"
@@ -184,7 +196,7 @@ class AdapterOptions:
 
     def of_method(self, method: MethodName) -> Self:
         """The options with the adapter that the method trains if none is named."""
-        if method != "lora" or self.trains_adapter:
+        if method not in ("lora", BOTH) or self.trains_adapter:
             return self
         return replace(self, lora_rank=LORA_RANK)
 
@@ -203,9 +215,15 @@ class AdapterOptions:
         )
 
     def adapter_of(
-        self, head: str, *, seed: int = 0, base: str | None = None, is_trained: bool = True
+        self,
+        head: str,
+        *,
+        seed: int = 0,
+        base: str | None = None,
+        is_trained: bool = True,
+        trains_base: bool = False,
     ) -> Adapter | None:
-        """The adapter to open the model with; None: the weights are trained."""
+        """The adapter to open the model with; None: the weights alone are trained."""
         if not self.trains_adapter:
             return None
         from zo2adapters.models.peft_adapter import Adapter
@@ -214,7 +232,12 @@ class AdapterOptions:
         if base is not None and Path(base).is_dir():
             base = str(Path(base).resolve())
         return Adapter(
-            config=config, frozen=self.adapter_frozen, seed=seed, base=base, is_trained=is_trained
+            config=config,
+            frozen=self.adapter_frozen,
+            seed=seed,
+            base=base,
+            is_trained=is_trained,
+            trains_base=trains_base,
         )
 
     def _lora_config(self, head: str) -> Any:
@@ -308,6 +331,7 @@ class RunModelOptions(AdapterOptions, ModelOptions):
         seed: int,
         base: str | None = None,
         is_trained: bool = True,
+        trains_base: bool = False,
         loss_chunk: int | Literal["auto"] | None = "auto",
         export_dtype: str = "auto",
     ) -> HFBlockModel:
@@ -323,7 +347,9 @@ class RunModelOptions(AdapterOptions, ModelOptions):
             architecture=self.architecture,
             loss_chunk=loss_chunk,
             head=self.head,
-            adapter=self.adapter_of(self.head, seed=seed, base=base, is_trained=is_trained),
+            adapter=self.adapter_of(
+                self.head, seed=seed, base=base, is_trained=is_trained, trains_base=trains_base
+            ),
         )
 
 
@@ -687,6 +713,16 @@ class RunOptions(Seeded):
         return len(earlier) + (step <= self.steps) if self.evaluates else 0
 
     @property
+    def trains_adapter_alone(self) -> bool:
+        """Whether an adapter is trained, and the base under it only read."""
+        return self.model_options.trains_adapter and not self.optimization.trains_both
+
+    @property
+    def reads_base(self) -> bool:
+        """Whether the base's weights are only read."""
+        return self.optimization.rank is not None or self.trains_adapter_alone
+
+    @property
     def takes_labels(self) -> bool:
         """Whether rows are texts with labels."""
         return self.model_options.head != "causal-lm"
@@ -797,7 +833,17 @@ class RunOptions(Seeded):
         self.model_options.require_method(method)
         require_number("weight_decay", self.optimization.weight_decay, least=0)
         expected = f"a learning rate for {method}, which has none by default"
-        refuse(Refusal(lr is None, "lr", "nothing", expected, "pass --lr auto, or such as 1e-5"))
+        no_base_lr = self.optimization.trains_both and self.optimization.base_lr is None
+        refuse(
+            Refusal(lr is None, "lr", "nothing", expected, "pass --lr auto, or such as 1e-5"),
+            Refusal(
+                no_base_lr,
+                "base_lr",
+                "nothing",
+                "a learning rate of the base, which has none by default",
+                "pass --base-lr, such as 1e-3",
+            ),
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -872,18 +918,20 @@ class TrainOptions(RunOptions):
         model_options = self.model_options
         on_cpu = self.storage.device == "cpu"
         # Factors and adapters are float32 in either precision.
-        exact = (
-            self.optimization.is_exact
-            or self.optimization.rank is not None
-            or model_options.trains_adapter
-        )
+        exact = self.optimization.is_exact or self.reads_base
         return precision_of_run(model_options.precision, is_exact=exact, on_cpu=on_cpu)
 
     def opened(self, directory: Path) -> HFBlockModel:
         """Open the run's model from its directory."""
         model_options = replace(self.model_options, precision=self.precision_asked())
         chunk: int | Literal["auto"] = self.batching.loss_chunk or "auto"
-        return model_options.opened(directory, seed=self.seed, base=self.model, loss_chunk=chunk)
+        return model_options.opened(
+            directory,
+            seed=self.seed,
+            base=self.model,
+            trains_base=self.optimization.trains_both,
+            loss_chunk=chunk,
+        )
 
     def settled(self, model: HFBlockModel) -> TrainOptions:
         """Replace what was chosen for this machine, or left out, by its value, so that a resumed
@@ -972,8 +1020,7 @@ def can_share(options: TrainOptions) -> bool:
     """Whether a run only reads its base: one with low-rank perturbations, or of an adapter by any
     method.
     """
-    reads = options.optimization.rank is not None or options.model_options.trains_adapter
-    return reads and not options.takes_labels
+    return options.reads_base and not options.takes_labels
 
 
 def require_shareable(options: TrainOptions) -> None:

@@ -375,7 +375,10 @@ class Trainer:
         rows = None if options.takes_labels else self.inputs.data.options
         model_options = options.model_options
         written = ExportedModel(
-            version=step, head=model_options.head, is_adapter=model_options.trains_adapter
+            version=step,
+            head=model_options.head,
+            is_adapter=options.trains_adapter_alone,
+            has_both=options.optimization.trains_both,
         )
         files = files_of_run(
             engine.journal, written, base=options.model, options=options, rows=rows
