@@ -20,7 +20,6 @@ from statistics import fmean
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Self
 
-from zo2adapters.commands.evaluate import BenchmarkRun, require_consistent, run_task
 from zo2adapters.commands.options import (
     Command,
     Values,
@@ -306,6 +305,8 @@ class Train(RunOptions, Command):
             self._require_none(
                 "resume", beside="with --task", expected=expected, remedy="leave --task out"
             )
+            from zo2adapters.commands.evaluate import require_consistent
+
             require_consistent(self.task, self)
             self._require("model", "output")
             assert self.output is not None
@@ -384,6 +385,8 @@ class Train(RunOptions, Command):
         return differing
 
     def _train_on_benchmark(self) -> None:
+        from zo2adapters.commands.evaluate import BenchmarkRun, run_task
+
         command = replace(self, task=None, shots=None, keep_best=True)
         assert self.task is not None, "it is what chose this"
         assert self.model is not None, "the command was checked"

@@ -9,17 +9,16 @@ are ``a * tokens + b * tokens ** 2``, from which those of any batch follow.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from typing import Any, TypeAlias
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from zo2adapters.models.footprint import Masking, PassBytes, PassPeaks
 from zo2adapters.models.hf import HFBlockModel
-from zo2adapters.trainers.probes import bind, embed_row, release_probe, unless_it_fails
+from zo2adapters.trainers.probes import SegmentPass, bind, release_probe, unless_it_fails
 from zo2core.sweep.activations import flattened
-from zo2core.sweep.gradient_visitor import BlockGraph
 
 _MOST_TOKENS = 256  # of the longer row
 _PRODUCTS = 20_000_000_000  # most multiplications in a block's matrices for the longer row
@@ -77,54 +76,67 @@ def measured_bytes(
     """
     numel = max(sum(spec.numel for spec in layout.parameters) for layout in model.layouts[1:-1])
     tokens = max(min(longest, _MOST_TOKENS, _PRODUCTS // max(numel, 1)), _LEAST_TOKENS)
-    rows = [_Row(model, length, masking, has_gradient=False) for length in (tokens // 2, tokens)]
+    lengths = (tokens // 2, tokens)
     try:
-        forward = _of_passes(rows)
+        forward = _of_passes(model, lengths, masking, has_gradient=False)
         both = None
         if has_gradient:
-            both = _of_passes([row._replace(has_gradient=True) for row in rows])
+            both = _of_passes(model, lengths, masking, has_gradient=True)
     finally:
         release_probe(model)
     return PassPeaks(forward, both, masking)
 
 
-def _of_passes(rows: Sequence[_Row]) -> PassBytes:
+# tokens of a shorter and of a longer row
+_Lengths: TypeAlias = tuple[int, int]
+
+
+def _of_passes(
+    model: HFBlockModel, lengths: _Lengths, masking: Masking, *, has_gradient: bool
+) -> PassBytes:
     """Measure one block of each kind, and the head, on a shorter and a longer row."""
-    _, longer = rows
-    model = longer.model
-    padded_block = _of_blocks(rows)
+    padded_block = _of_blocks(model, lengths, masking, has_gradient=has_gradient)
     block = padded_block
-    if longer.masking is Masking.PADDING:
-        block = _of_blocks([row._replace(masking=Masking.NONE) for row in rows])
+    if masking is Masking.PADDING:
+        block = _of_blocks(model, lengths, Masking.NONE, has_gradient=has_gradient)
     if model.chunk == 0:  # a head without a vocabulary
         return PassBytes(block, padded_block, [])
-    return PassBytes(block, padded_block, _of_head(longer))
+    return PassBytes(block, padded_block, _of_head(model, max(lengths), has_gradient=has_gradient))
 
 
-def _of_head(row: _Row) -> list[tuple[float, float]]:
+def _of_head(model: HFBlockModel, tokens: int, *, has_gradient: bool) -> list[tuple[float, float]]:
     """Measure the head on a shorter and a longer row, whose logits are one chunk."""
-    model = row.model
+    last = len(model.layouts) - 1
     bind(model)
-    tokens = row.tokens
     chunk = model.loss_chunk
     if chunk is not None:
         tokens = min(tokens, max(chunk + 1, _LEAST_TOKENS))
         model.loss_chunk = max(chunk, tokens)
-    rows = [row._replace(tokens=length) for length in (tokens // 2, tokens)]
+    passes = (
+        SegmentPass(model, last, length, has_gradient=has_gradient)
+        for length in (tokens // 2, tokens)
+    )
     try:
-        # the last token of a row predicts nothing
-        return _rates([(row.tokens - 1, row.moments_of_head()) for row in rows])
+        few, many = (_moments(model, one) for one in passes)
     finally:
         model.loss_chunk = chunk
+    # the last token of a row predicts nothing
+    return _rates([(tokens // 2 - 1, few), (tokens - 1, many)])
 
 
-def _of_blocks(rows: Sequence[_Row]) -> list[tuple[float, float]]:
+def _of_blocks(
+    model: HFBlockModel, lengths: _Lengths, masking: Masking, *, has_gradient: bool
+) -> list[tuple[float, float]]:
     """Measure one block of each kind, on a shorter and a longer row."""
-    model = rows[0].model
     rates = list[tuple[float, float]]()
     for index in _one_of_each_kind(model):
         bind(model, index)
-        rates += _rates([(row.tokens, row.moments_of_block(index)) for row in rows])
+        passes = [
+            SegmentPass(model, index, length, masking=masking, has_gradient=has_gradient)
+            for length in lengths
+        ]
+        moments = (_moments(model, one) for one in passes)
+        rates += _rates(list(zip(lengths, moments, strict=True)))
     return rates
 
 
@@ -157,65 +169,16 @@ def _rates(taken: Sequence[tuple[int, Sequence[int]]]) -> list[tuple[float, floa
     return list({max(rates, key=lambda rate: rate[0] + rate[1] * n) for n in lengths})
 
 
-class _Row(NamedTuple):
-    """A row of constants, on which passes are measured."""
-
-    model: HFBlockModel
-    tokens: int
-    masking: Masking
-    has_gradient: bool  # whether passes go forward and backward
-
-    def moments_of_block(self, index: int) -> list[int]:
-        """The bytes at each moment of a block's pass."""
-        model = self.model
-        with torch.no_grad():
-            activations, _ = embed_row(model, self.tokens, masking=self.masking)
-        hidden = activations.hidden.detach().requires_grad_(self.has_gradient)
-        given = activations._replace(hidden=hidden)
-        known = [value for value in flattened(given)[0] if isinstance(value, torch.Tensor)]
-
-        def forward() -> torch.Tensor:
-            return model.block(index - 1, given).hidden
-
-        return self._moments(index, known, forward, hidden)
-
-    def moments_of_head(self) -> list[int]:
-        """The bytes at each moment of the head's pass, for which all tokens but one have logits."""
-        model = self.model
-        with torch.no_grad():
-            activations, batch = embed_row(model, self.tokens)
-        hidden = activations.hidden.detach().requires_grad_(self.has_gradient)
-        given = activations._replace(hidden=hidden)
-        return self._moments(-1, [hidden], lambda: model.head(batch, given), hidden)
-
-    def _moments(
-        self,
-        index: int,
-        known: Iterable[torch.Tensor],
-        forward: Callable[[], torch.Tensor],
-        hidden: torch.Tensor,
-    ) -> list[int]:
-        """The bytes at each moment of a segment's pass, without weights and their gradients, which
-        a plan counts apart.
-        """
-        model = self.model
-        leaves = model.leaves(range(len(model.layouts))[index])
-        buffers = [buffer for buffer in model.skeleton.buffers() if not buffer.is_meta]
-        allocations = Allocations()
-        for tensor in (*leaves.values(), *buffers, *known):
-            allocations.hold(tensor, counts=False)
-        if not self.has_gradient:
-            with torch.inference_mode(), allocations:
-                forward()
-            return allocations.moments
-        trained = {
-            spec.name for layout in model.layouts for spec in layout.parameters if not spec.frozen
-        }
-        for name, leaf in leaves.items():
-            leaf.requires_grad_(name in trained)
-        graph = BlockGraph(dict(leaves), [hidden])  # as steps have it, whose weights move
-        with torch.enable_grad(), allocations:
-            with graph.recorded(keep=True):
-                output = forward()
-            torch.autograd.grad(output, hidden, torch.ones_like(output))
-        return allocations.moments
+def _moments(model: HFBlockModel, segment: SegmentPass) -> list[int]:
+    """The bytes at each moment of a segment's pass, without weights and their gradients, which a
+    plan counts apart.
+    """
+    buffers = [buffer for buffer in model.skeleton.buffers() if not buffer.is_meta]
+    values, _ = flattened(segment.activations)
+    known = [value for value in values if isinstance(value, torch.Tensor)]
+    allocations = Allocations()
+    for tensor in (*segment.leaves.values(), *buffers, *known):
+        allocations.hold(tensor, counts=False)
+    with allocations:
+        segment.run(of_weights=False)
+    return allocations.moments

@@ -55,8 +55,6 @@ from zo2core.build import RunInputs, request_of
 from zo2core.encodings.decoding import decoded
 from zo2core.errors import CheckpointError, DivergenceError, NonFiniteLossError, OptionError
 from zo2core.estimators.factors import kept_bytes_a_step
-from zo2core.estimators.guard import best_step as best_guarded_step
-from zo2core.estimators.registry import ESTIMATORS
 from zo2core.io.direct_file import whole_pages
 from zo2core.methods.first_order import TRAINED_COPIES, AtSnapshot, trained_bytes
 from zo2core.optimizers.registry import OPTIMIZERS
@@ -533,7 +531,10 @@ class ZerothOrderRun(RunMethod):
         clipped or divided. An estimator that evaluates one side of each direction, such as FZOO,
         gives no slope, and is not judged.
         """
-        steps, optimization = self.options.steps, self.options.optimization
+        from zo2core.estimators.registry import ESTIMATORS
+
+        steps = self.options.steps
+        optimization = self.options.optimization
         if steps < _FEWEST_STEPS or not ESTIMATORS[optimization.estimator].multi_query.is_two_sided:
             return None
 
@@ -561,7 +562,10 @@ class ZerothOrderRun(RunMethod):
         """With commands to find a smaller rate and go on from the best step; unchanged without a
         guard.
         """
-        options, updates = self.options, engine.journal.updates
+        from zo2core.estimators.guard import best_step as best_guarded_step
+
+        options = self.options
+        updates = engine.journal.updates
         is_guarded = options.optimization.guard and engine.version > 0
         if not isinstance(
             error, (DivergenceError, NonFiniteLossError) if is_guarded else DivergenceError

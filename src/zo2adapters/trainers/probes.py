@@ -88,6 +88,73 @@ def unless_it_fails(unknown: U) -> Callable[[Callable[P, R]], Callable[P, R | U]
     return decorate
 
 
+class SegmentPass:
+    """A pass of one segment on rows of constants: what plans time and size.
+
+    Args:
+        model: The model, whose modules of this segment, embedding and head are bound to memory.
+        index: The segment, a block or the head.
+        tokens: Tokens of a row.
+        rows: Number of rows.
+        masking: What the batch masks.
+        has_gradient: Whether the pass goes forward and backward.
+    """
+
+    def __init__(
+        self,
+        model: HFBlockModel,
+        index: int,
+        tokens: int,
+        *,
+        rows: int = 1,
+        masking: Masking = Masking.NONE,
+        has_gradient: bool = False,
+    ) -> None:
+        self._model = model
+        self._index = index
+        self.has_gradient = has_gradient
+        self.leaves = dict(model.leaves(index))
+        with torch.no_grad():
+            activations, self._batch = embed_row(model, tokens, rows, masking)
+        self._hidden = activations.hidden.detach().requires_grad_(has_gradient)
+        self.activations = activations._replace(hidden=self._hidden)
+        if has_gradient:
+            trained = {
+                spec.name
+                for layout in model.layouts
+                for spec in layout.parameters
+                if not spec.frozen
+            }
+            for name, leaf in self.leaves.items():
+                leaf.requires_grad_(name in trained)
+
+    def run(self, *, of_weights: bool = True) -> None:
+        """Run it, as in a step; backward with the gradients of weights or without."""
+        if not self.has_gradient:
+            with torch.inference_mode():
+                self._forward()
+            return
+        output, _ = self.recorded()
+        weights = [leaf for leaf in self.leaves.values() if leaf.requires_grad]
+        wanted = [self._hidden, *(weights if of_weights else [])]
+        torch.autograd.grad(output, wanted, torch.ones_like(output), allow_unused=True)
+
+    def recorded(self) -> tuple[torch.Tensor, BlockGraph]:
+        """The output, and the graph as steps have it, whose weights move.
+
+        Without the recorded graph, autograd compares versions of the weights, which are one for all
+        views of their memory: any write to one of them would count as a change of all.
+        """
+        graph = BlockGraph(self.leaves, [self._hidden])
+        with torch.enable_grad(), graph.recorded(keep=True):
+            return self._forward(), graph
+
+    def _forward(self) -> torch.Tensor:
+        if self._index == len(self._model.layouts) - 1:
+            return self._model.head(self._batch, self.activations)
+        return self._model.block(self._index - 1, self.activations).hidden
+
+
 @unless_it_fails(math.nan)
 def measured_forward_seconds(
     model: HFBlockModel, shape: BatchShape, *, running: int | None = None, all_logits: bool = True
@@ -95,11 +162,8 @@ def measured_forward_seconds(
     """Measure the seconds of one forward: a block and the head run on a batch of this shape, or on
     a part of it.
     """
-    with torch.inference_mode(), evenly_routed(model):
-        activations, probed = _embedded(model, shape, running)
-        block = _fastest(lambda: model.block(0, activations))
-    of_blocks = block / probed * shape.rows * shape.tokens * _blocks(model)
-    return of_blocks + _head_seconds(model, _with_logits(model, shape, all_logits=all_logits))
+    block = _block_seconds(model, shape, running)
+    return block + _head_seconds(model, _with_logits(model, shape, all_logits=all_logits))
 
 
 class GradientSeconds(NamedTuple):
@@ -116,19 +180,30 @@ def measured_gradient_seconds(
     """Measure forwards and backwards: a block and the head run on a batch of this shape, or on a
     part of it.
     """
-    with torch.no_grad(), evenly_routed(model):
-        activations, probed = _embedded(model, shape, running)
-        forward = _fastest(lambda: model.block(0, activations))
-    hidden = activations.hidden.detach().requires_grad_()
-
-    def block() -> torch.Tensor:
-        return model.block(0, activations._replace(hidden=hidden)).hidden
-
-    with evenly_routed(model):
-        both = _fastest(lambda: _differentiate(model, 1, hidden, block))
-    times = shape.rows * shape.tokens * _blocks(model) / probed
+    forward = _block_seconds(model, shape, running)
+    both = _block_seconds(model, shape, running, has_gradient=True)
     head = _head_seconds(model, _with_logits(model, shape, all_logits=True), has_gradient=True)
-    return GradientSeconds(times * forward, times * both + head)
+    return GradientSeconds(forward, both + head)
+
+
+def _block_seconds(
+    model: HFBlockModel, shape: BatchShape, running: int | None, *, has_gradient: bool = False
+) -> float:
+    """Measure the seconds of all blocks: the first one runs on a batch of this shape, or on a part
+    of it.
+    """
+    shares = _routed(model)
+    numel = sum(spec.numel * shares.get(spec.name, 1) for spec in model.layouts[1].parameters)
+    bind(model)
+    rows = min(shape.rows, running or shape.rows)
+    tokens = max(round(shape.tokens), 1)
+    rows = min(rows, max(int(_PROBED_PRODUCTS / (numel * tokens)), 1))
+    tokens = min(tokens, max(int(_PROBED_PRODUCTS / (numel * rows)), 1))
+    masking = masking_of(shape.masking, rows)
+    with evenly_routed(model):
+        block = SegmentPass(model, 1, tokens, rows=rows, masking=masking, has_gradient=has_gradient)
+        seconds = _fastest(block.run)
+    return seconds / (rows * tokens) * shape.rows * shape.tokens * _blocks(model)
 
 
 def _blocks(model: HFBlockModel) -> float:
@@ -161,39 +236,9 @@ def _head_seconds(model: HFBlockModel, shape: BatchShape, *, has_gradient: bool 
     most = max(min(most, _PROBED_PRODUCTS // numel), 1)
     in_row = max(min(most, round(shape.tokens) - 1), 1)
     rows = most // in_row
-    with torch.no_grad():
-        # the last token of a row predicts nothing
-        activations, batch = embed_row(model, in_row + 1, rows)
-    hidden = activations.hidden.detach().requires_grad_(has_gradient)
-
-    def head() -> torch.Tensor:
-        return model.head(batch, activations._replace(hidden=hidden))
-
-    if has_gradient:
-        seconds = _fastest(lambda: _differentiate(model, last, hidden, head))
-    else:
-        with torch.inference_mode():
-            seconds = _fastest(head)
-    return seconds / (rows * in_row) * shape.predictions
-
-
-def _differentiate(
-    model: HFBlockModel, index: int, hidden: torch.Tensor, forward: Callable[[], torch.Tensor]
-) -> None:
-    """Run a segment forward and backward, as in a step.
-
-    Without the recorded graph, autograd compares versions of the weights, which are one for all
-    views of their memory: any write to one of them would count as a change of all.
-    """
-    trained = {
-        spec.name for layout in model.layouts for spec in layout.parameters if not spec.frozen
-    }
-    leaves = dict(model.leaves(index))
-    wanted = [leaf.requires_grad_() for name, leaf in leaves.items() if name in trained]
-    graph = BlockGraph(leaves, [hidden])
-    with torch.enable_grad(), graph.recorded(keep=True):
-        output = forward()
-    torch.autograd.grad(output, [hidden, *wanted], torch.ones_like(output), allow_unused=True)
+    # the last token of a row predicts nothing
+    head = SegmentPass(model, last, in_row + 1, rows=rows, has_gradient=has_gradient)
+    return _fastest(head.run) / (rows * in_row) * shape.predictions
 
 
 @unless_it_fails((sys.maxsize, 0))
@@ -242,12 +287,7 @@ def _scaled(
 
 def _graph_sizes(model: HFBlockModel, tokens: int, masking: Masking) -> list[KeptSize]:
     """The activations that the first block's graph keeps for a row of so many tokens."""
-    with torch.no_grad():
-        activations, _ = embed_row(model, tokens, masking=masking)
-    hidden = activations.hidden.detach().requires_grad_()
-    graph = BlockGraph(dict(model.leaves(1)), [hidden])
-    with torch.enable_grad(), graph.recorded(keep=True):
-        model.block(0, activations._replace(hidden=hidden))
+    _, graph = SegmentPass(model, 1, tokens, masking=masking, has_gradient=True).recorded()
     return graph.sizes()
 
 
@@ -376,23 +416,6 @@ def embed_row(
 def masking_of(masking: Masking, rows: int) -> Masking:
     """What a micro-batch of so many rows masks: one row is not padded."""
     return Masking.NONE if rows == 1 and masking is Masking.PADDING else masking
-
-
-def _embedded(
-    model: HFBlockModel, shape: BatchShape, running: int | None
-) -> tuple[Activations, int]:
-    """What the first block is given for a batch of this shape, or for a part of it, and the number
-    of tokens in it.
-    """
-    shares = _routed(model)
-    numel = sum(spec.numel * shares.get(spec.name, 1) for spec in model.layouts[1].parameters)
-    bind(model)
-    rows = min(shape.rows, running or shape.rows)
-    tokens = max(round(shape.tokens), 1)
-    rows = min(rows, max(int(_PROBED_PRODUCTS / (numel * tokens)), 1))
-    tokens = min(tokens, max(int(_PROBED_PRODUCTS / (numel * rows)), 1))
-    activations, _ = embed_row(model, tokens, rows, masking_of(shape.masking, rows))
-    return activations, rows * tokens
 
 
 def _routed(model: HFBlockModel) -> dict[str, float]:

@@ -27,7 +27,6 @@ from zo2adapters.trainers.metrics import (
     untrained_line,
     verified_base,
 )
-from zo2adapters.trainers.model_card import ExportedModel, files_of_run
 from zo2adapters.trainers.options import Execution, TrainOptions
 from zo2adapters.trainers.preparation import prepare
 from zo2adapters.trainers.process import (
@@ -364,6 +363,8 @@ class Trainer:
         """Write the model, unless an earlier process did: a directory appears whole or not at
         all.
         """
+        from zo2adapters.trainers.model_card import ExportedModel, files_of_run
+
         options = self.options
         engine = self.engine
         exported = self.directory.model
