@@ -32,6 +32,8 @@ from peft_models import (
     prefix,
     rslora,
     steps,
+    tokens,
+    tokens_alone,
 )
 from profiles import each_choice, examples
 from safetensors.torch import load_file, save_file
@@ -41,9 +43,10 @@ from transformers import AutoModelForCausalLM, DynamicCache
 from zo2adapters import Adapter, HFBlockModel, open_checkpoint
 from zo2adapters.models.batches import pack
 from zo2adapters.models.conversion import quantize
+from zo2adapters.models.export import export_merged
 from zo2adapters.models.peft_model import LayerPrefix
 from zo2adapters.tasks.generation import generate
-from zo2core import Engine, LowRankPerturbation, MeZOSGD, ZerothOrder
+from zo2core import Engine, FirstOrder, LowRankPerturbation, MeZOSGD, ZerothOrder
 from zo2core.errors import (
     BatchError,
     CheckpointError,
@@ -70,6 +73,7 @@ class Kind(NamedTuple):
     insert: Callable[[nn.Module, Any], nn.Module]  # peft's own model around a whole one
     other: Mapping[str, Any]  # a change that makes it another adapter
     frozen: str  # a part of some parameters' names, but not of all; empty: there is one parameter
+    is_drawn: bool = True  # whether initial values depend on the seed
 
 
 def wrapped(whole: nn.Module, config: Any) -> nn.Module:
@@ -111,6 +115,8 @@ KINDS = {
     "modules_to_save": Kind(modules_to_save, wrapped, {"modules_to_save": None}, "lora_A"),
     "ends": Kind(ends, wrapped, {"lora_alpha": 8}, "lora_A"),
     "copies of ends": Kind(copies_of_ends, wrapped, {"modules_to_save": None}, "lora_A"),
+    "tokens": Kind(tokens, wrapped, {"trainable_token_indices": [5, 8]}, "lora_A"),
+    "tokens alone": Kind(tokens_alone, wrapped, {"token_indices": [5, 8]}, "", is_drawn=False),
     "lokr": Kind(lokr, wrapped, {"alpha": 8}, "lokr_w1"),
     "hra": Kind(hra, wrapped, {"apply_GS": True}, "q_proj"),
     "miss": Kind(miss, wrapped, {"r": 1}, "q_proj"),
@@ -263,14 +269,69 @@ def test_a_run_goes_on_with_the_same_adapter_of_its_kind_only(
     begun = steps(opened(), 2, journal=journal)
     others = [
         Adapter(config=kind.config("llama", **kind.other)),
-        Adapter(config=kind.config("llama"), seed=1),
         None,
     ]
+    others += [Adapter(config=kind.config("llama"), seed=1)] if kind.is_drawn else []
     others += [Adapter(config=kind.config("llama"), frozen=(kind.frozen,))] if kind.frozen else []
     for other in others:
         with pytest.raises(JournalError):
             steps(open_checkpoint(base, adapter=other), 1, journal=journal)
     assert begun + steps(opened(), 2, journal=journal) == expected
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("make", [tokens, tokens_alone])
+@pytest.mark.parametrize("is_tied", [True, False])
+def test_trained_tokens_have_the_gradients_of_pefts_and_are_merged(
+    is_tied: bool, make: Callable[..., Any], dtype: torch.dtype, tmp_path: Path
+) -> None:
+    base = save_model(tmp_path / "base", small_config("llama", tie_word_embeddings=is_tied))
+    # rows that were added to the embedding
+    grown = AutoModelForCausalLM.from_pretrained(base, dtype=dtype)
+    grown.resize_token_embeddings(42, mean_resizing=False)
+    grown.save_pretrained(base)
+    option = "trainable_token_indices" if make is tokens else "token_indices"
+    config = make("llama", **{option: [41, 5]})
+    batch = make_batch(42, [7, 5])
+    batch["input_ids"][0, 1:4] = torch.tensor([41, 5, 41])
+    batch["labels"][0, 1:4] = batch["input_ids"][0, 1:4]
+    model: Any = open_checkpoint(base, adapter=Adapter(config=config, seed=1))
+    with Engine(model, FirstOrder(partial(torch.optim.SGD, lr=1e-1))) as engine:
+        first = {name: value.detach().clone() for name, value in engine.parameters.items()}
+        whole = wrapped(AutoModelForCausalLM.from_pretrained(base, dtype=dtype), config).eval()
+        set_values(whole, first)
+        optimizer = torch.optim.SGD([p for p in whole.parameters() if p.requires_grad], lr=1e-1)
+        for _ in range(3):
+            loss = whole(**batch, use_cache=False).loss
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            assert engine.step(batch).loss == loss.item()
+        trained = dict(whole.named_parameters())
+        assert all(torch.equal(value, trained[name]) for name, value in engine.parameters.items())
+        [rows] = [name for name in first if "trainable_tokens_delta" in name]
+        assert not torch.equal(first[rows], trained[rows])
+        expected = engine.evaluate([batch]).loss
+        export_merged(engine, model, tmp_path / "merged")
+    with Engine(open_checkpoint(tmp_path / "merged")) as replayer:
+        assert replayer.evaluate([batch]).loss == pytest.approx(expected, rel=1e-2)
+    merged = load_file(tmp_path / "merged" / "model.safetensors")["model.embed_tokens.weight"]
+    assert torch.equal(merged[[41, 5]], trained[rows].detach().to(dtype))
+
+
+@pytest.mark.parametrize(
+    ("wrong", "found"),
+    [([40], "found 40"), ([-1], "found -1"), ([5, 5], "a token twice"), ([], "no token")],
+)
+def test_tokens_that_the_base_does_not_have_are_refused(
+    wrong: list[int], found: str, base: Path
+) -> None:
+    for config in (
+        tokens("llama", trainable_token_indices=wrong),
+        tokens_alone("llama", token_indices=wrong),
+    ):
+        with pytest.raises(OptionError, match=rf"token_indices: .*{found}"):
+            open_checkpoint(base, adapter=Adapter(config=config))
 
 
 DAMAGES = [

@@ -68,6 +68,15 @@ def copies_of_ends(model_type: str, **changes: Any) -> Any:
     return in_lora(model_type, **{"modules_to_save": ["embed_tokens", "lm_head"], **changes})
 
 
+def tokens(model_type: str, **changes: Any) -> Any:
+    """LoRA, and rows of the embedding."""
+    return in_lora(model_type, **{"trainable_token_indices": [5, 8, 7], **changes})
+
+
+def tokens_alone(model_type: str, **changes: Any) -> Any:
+    return peft.TrainableTokensConfig(**{"token_indices": [8, 5], **changes})
+
+
 KIND_CONFIGS: dict[str, Callable[..., Any]] = {
     "lora": in_lora,
     "rslora": rslora,
@@ -77,7 +86,9 @@ KIND_CONFIGS: dict[str, Callable[..., Any]] = {
     "loha": loha,
     "modules_to_save": modules_to_save,
     "ends": ends,
-    "copies of ends": copies_of_ends,
+    "copies-of-ends": copies_of_ends,
+    "tokens": tokens,
+    "tokens-alone": tokens_alone,
     "lokr": lokr,
     "hra": hra,
     "miss": miss,

@@ -35,6 +35,7 @@ from zo2adapters.models.library_names import Conv1D
 from zo2adapters.models.model_files import is_gguf
 from zo2adapters.models.ollama import OllamaModel
 from zo2adapters.models.peft_model import PeftBlockModel, plain_config, write_adapter
+from zo2adapters.models.token_rows import is_one_change, is_token_layer
 from zo2adapters.optional_package import optional_package
 from zo2core import Engine, ParameterSpec
 from zo2core.checkpoint.export import (
@@ -231,10 +232,13 @@ def require_mergeable(model: PeftBlockModel) -> None:
         found = f"{model.adapter.kind.title}, which no weight can contain"
         expected = "an adapter of linear layers, as LoRA"
         raise UnsupportedModelError("adapter", found, expected, remedy)
-    for spec in (spec for layout in model.layouts for spec in layout.parameters):
+    specs = (spec for layout in model.layouts for spec in layout.parameters)
+    for spec in (spec for spec in specs if spec.name not in model.adapter.parameters):
         paths = [f"{path}.{leaf}" for path, _, leaf in model.places_of(spec.name)]
         adapted = [path for path in paths if peft_adapter.base_form(path) != path]
-        if adapted and len(paths) > 1:
+        around = [model.modules[path.rpartition(_BASE)[0]] for path in paths if _BASE in path]
+        is_alike = len(around) == len(paths) and is_one_change(around)
+        if adapted and len(paths) > 1 and not is_alike:
             shared = [peft_adapter.base_form(path) for path in paths]
             found = f"a change of its own of {' and of '.join(shared)}, which are one weight"
             expected = "an adapter of weights that no two layers share"
@@ -549,6 +553,8 @@ def _unknown_part(model: PeftBlockModel) -> str | None:
         return f"{next(iter(model.adapter.beside))}, a weight of the base beside the adapter's"
     if any(".lora_embedding_" in name for name in model.adapter.parameters):
         return "LoRA of an embedding"
+    if any(is_token_layer(module) for module in model.modules.values()):
+        return "rows of the embedding beside LoRA's matrices"
     if config.use_dora:
         return "DoRA"
     return "whole modules beside LoRA's matrices" if config.modules_to_save else None

@@ -44,6 +44,13 @@ from zo2adapters.models.adapter_files import (
 from zo2adapters.models.batches import longest_row
 from zo2adapters.models.hf import HFBlockModel
 from zo2adapters.models.library_names import Conv1D, names_of
+from zo2adapters.models.token_rows import (
+    WRAPPER,
+    copied_bytes,
+    is_token_layer,
+    own_parameters,
+    token_rows,
+)
 from zo2adapters.optional_package import optional_package
 from zo2core import Engine, HostPlan, MemoryPolicy, ParameterSpec
 from zo2core.checkpoint.shards import TensorEntry, require_own_file
@@ -62,7 +69,7 @@ from zo2core.protocols import TensorReader
 from zo2core.ranges import LARGEST_WHOLE, require_number, require_whole
 
 # part of the names of a wrapped module's parameters
-_WRAPPED = re.compile(r"(\.(base_layer|original_module))+\.")
+_WRAPPED = re.compile(rf"(\.({WRAPPER}|base_layer|original_module))+\.")
 # returns initial values by parameter, in its dtype
 FirstValues = Callable[[], Mapping[str, torch.Tensor]]
 
@@ -303,9 +310,11 @@ def _wrap_layers(
 
 
 def _wrapped_layers(model: nn.Module) -> Iterator[tuple[str, Any]]:
-    """Yield the path of each wrapped layer, and peft's module around it."""
+    """Yield the path of each wrapped layer, and peft's module around it; without those of trained
+    tokens.
+    """
     for path, module in model.named_modules():
-        if getattr(module, "base_layer", None) is not None:
+        if getattr(module, "base_layer", None) is not None and not is_token_layer(module):
             yield path, module
 
 
@@ -340,9 +349,7 @@ def _require_copies(skeleton: PreTrainedModel, config: Any) -> None:
         name[: name.index(SAVED)] for name, _ in skeleton.named_parameters() if SAVED in name
     )
     unmatched = [
-        name
-        for name in config.modules_to_save or ()
-        if not any(path.endswith(name) for path in paths)
+        name for name in _saved_modules(config) if not any(path.endswith(name) for path in paths)
     ]
     of_task = _OF_TASK.get(config.task_type, ())
     if of_task and {*of_task} <= {*unmatched}:
@@ -359,6 +366,11 @@ def _require_copies(skeleton: PreTrainedModel, config: Any) -> None:
         raise OptionError(
             "adapter.modules_to_save", wrong[0], expected, "name such modules, or leave it out"
         )
+
+
+def _saved_modules(config: Any) -> Sequence[str]:
+    """The modules of which an adapter has a copy; some kinds have none."""
+    return getattr(config, "modules_to_save", None) or ()
 
 
 def _is_trainable_copy(skeleton: PreTrainedModel, path: str) -> bool:
@@ -425,9 +437,8 @@ class LoRAKind(AdapterKind):
         for _, layer in _wrapped_layers(skeleton):
             if wraps_parameter(layer):
                 sums[layer.get_base_layer()] += layer.get_param().nbytes
-        return max(
-            [super().forward_bytes(skeleton, config) if config.use_dora else 0, *sums.values()]
-        )
+        of_dora = super().forward_bytes(skeleton, config) if config.use_dora else 0
+        return max([of_dora, copied_bytes(skeleton), *sums.values()])
 
     def first_values(
         self, skeleton: PreTrainedModel, config: Any, seed: int, base: OpenBase
@@ -747,12 +758,38 @@ def _real_keys_and_values(
     )
 
 
+class TokensKind(AdapterKind):
+    """``peft.TrainableTokensConfig``: rows of the embedding alone."""
+
+    def unused_options(self, config: Any) -> list[str]:
+        """See the base class."""
+        return [] if config.init_weights else ["init_weights"]
+
+    def insert(
+        self, skeleton: PreTrainedModel, config: Any, seed: int, idle: Collection[str]
+    ) -> None:
+        """See the base class; nothing is drawn."""
+        _wrap_layers(skeleton, config)
+
+    def first_values(
+        self, skeleton: PreTrainedModel, config: Any, seed: int, base: OpenBase
+    ) -> FirstValues:
+        """None are drawn: they are the base's."""
+        return dict
+
+    def forward_bytes(self, skeleton: PreTrainedModel, config: Any) -> int:
+        """A copy of the embedding."""
+        return copied_bytes(skeleton)
+
+
 _FACTORS = _LAYERS | {"r", "alpha", "rank_pattern", "alpha_pattern"}
 _INIT = {"init_weights"}
 _KINDS = (
     LoRAKind(
         *("LORA", "LoRA"),
-        _FACTORS - {"alpha"} | {"lora_alpha", "use_rslora", "fan_in_fan_out", "target_parameters"},
+        _FACTORS - {"alpha"}
+        | {"lora_alpha", "use_rslora", "fan_in_fan_out", "target_parameters"}
+        | {"trainable_token_indices"},
         {"init_lora_weights", "use_dora"},
         "lora_A",
         "linear layers, GPT-2's Conv1D and stacked experts, or DoRA of linear layers, without "
@@ -767,6 +804,13 @@ _KINDS = (
         _ENCODER,
         "a causal language model, without prefix_projection",
         is_mixed=False,
+    ),
+    TokensKind(
+        *("TRAINABLE_TOKENS", "trained tokens"),
+        {"target_modules", "token_indices"},
+        _INIT,
+        "trainable_tokens_delta",
+        "rows of the embedding, which start with the base's values",
     ),
     AdapterKind(
         "IA3",
@@ -890,6 +934,7 @@ def inject(
     for name, value in _added(skeleton):  # a module's copy has the dtype of the module, as in peft
         dtype = dtypes[base_form(name)] if SAVED in name else torch.float32
         tensors[name] = torch.empty(value.shape, dtype=dtype, device="meta")
+    rows = token_rows(skeleton)
     names = {name: kind.file_name(name) for name in tensors}
     trained = _trained_names(tensors, adapter, kind)
     if is_mixed:
@@ -898,14 +943,17 @@ def inject(
     if weights is None:
         drawn = kind.first_values(skeleton, config, adapter.seed, base)
         rounded = partial(_rounded, drawn, _dtypes_beside(skeleton, encoded))
-        copies = {name: tensor.dtype for name, tensor in tensors.items() if SAVED in name}
-        values = partial(_with_copies, rounded, copies, base)
+        copies = {name: _Copy(base_form(name)) for name in tensors if SAVED in name}
+        copies |= {of.parameter: _Copy(of.weight, of.tokens) for of in rows}
+        dtypes = {name: tensors[name].dtype for name in copies}
+        values = partial(_with_copies, rounded, copies, dtypes, base)
     else:
         mapped = partial(kind.mapped, skeleton)
         saved, beside = read_adapter(weights, skeleton, tensors, names, mapped)
         values = partial(dict, saved)
     for name, tensor in tensors.items():
         put_value(skeleton, name, tensor)
+    own_parameters(skeleton)
     return OpenedAdapter(
         kind=kind,
         config=config,
@@ -934,12 +982,12 @@ def _name_what_is_adapted(
         return
     modules = sorted({name.rpartition(".")[0] for name in left_out})
     matched = [path for path in modules if check_target_module_exists(config, path)]
-    excluded = config.exclude_modules
+    excluded = getattr(config, "exclude_modules", None)
     if matched and isinstance(excluded, str):
         config.exclude_modules = "|".join([excluded, *map(re.escape, matched)])
     elif matched:
         config.exclude_modules = sorted({*(excluded or ()), *matched})
-    saved = config.modules_to_save or ()
+    saved = _saved_modules(config)
     if any(path.endswith(name) for path in modules for name in saved):
         copies = (name.partition(SAVED)[0] for name, _ in _added(skeleton) if SAVED in name)
         config.modules_to_save = [*dict.fromkeys(copies)]
@@ -1012,17 +1060,29 @@ def _dtypes_beside(skeleton: PreTrainedModel, encoded: Collection[str]) -> dict[
     return dtypes
 
 
-def _with_copies(
-    values: FirstValues, copies: Mapping[str, torch.dtype], base: OpenBase
-) -> Mapping[str, torch.Tensor]:
-    """Initial values of an adapter.
+class _Copy(NamedTuple):
+    """Which values of the base a parameter starts with."""
 
-    Copies of whole modules, of these dtypes, start with the base's values.
+    weight: str  # a parameter of the base
+    rows: list[int] | None = None  # None: all
+
+
+def _with_copies(
+    values: FirstValues,
+    copies: Mapping[str, _Copy],
+    dtypes: Mapping[str, torch.dtype],
+    base: OpenBase,
+) -> Mapping[str, torch.Tensor]:
+    """Initial values of an adapter, some of whose parameters, of these dtypes, start as copies of
+    the base's.
     """
     if not copies:
         return values()
-    read = _base_values(base(), map(base_form, copies))
-    started = {name: value.to(copies[name]) for name, (_, value) in zip(copies, read, strict=True)}
+    read = _base_values(base(), [copy.weight for copy in copies.values()])
+    started = {
+        name: (value if copy.rows is None else value[copy.rows]).to(dtypes[name])
+        for (name, copy), (_, value) in zip(copies.items(), read, strict=True)
+    }
     return {**values(), **started}
 
 

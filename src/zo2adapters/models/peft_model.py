@@ -26,6 +26,7 @@ from zo2adapters.models.library_names import DynamicLayer
 from zo2adapters.models.model_files import ADAPTER_FOLDER, BASE_FOLDER
 from zo2adapters.models.peft_adapter import OpenedAdapter, base_form
 from zo2adapters.models.skeleton import LayerCall, LayerCalls
+from zo2adapters.models.token_rows import is_token_layer
 from zo2core import Batch
 from zo2core.checkpoint.export import (
     is_finite,
@@ -77,7 +78,8 @@ class PeftBlockModel(HFBlockModel):
         """The values that determine the forward, including the adapter's config."""
         plain = plain_config(self.adapter.config)
         decisive = {key: plain[key] for key in sorted(self.adapter.kind.decisive & plain.keys())}
-        for key in ("modules_to_save", "target_parameters"):  # earlier runs have no entry
+        for key in ("modules_to_save", "target_parameters", "trainable_token_indices"):
+            # earlier runs have no entry
             if not decisive.get(key):
                 decisive.pop(key, None)
         return {**super().description, "adapter": decisive}
@@ -162,6 +164,8 @@ class PeftBlockModel(HFBlockModel):
         title = self.adapter.kind.not_stacked(config)
         if title is not None:
             return title
+        if any(is_token_layer(module) for module in self.modules.values()):
+            return "trained tokens"
         if config.modules_to_save:
             return "modules_to_save"
         has_embedding = any(".lora_embedding_A." in name for name in self.adapter.parameters)
