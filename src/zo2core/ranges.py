@@ -15,6 +15,7 @@ from zo2core.errors import OptionError
 
 OptimizerName: TypeAlias = Literal["adamw", "sgd", "lomo", "adalomo", "badam"]
 MatmulPrecision: TypeAlias = Literal["highest", "high", "medium"]  # as torch names them
+NormGroup: TypeAlias = Literal["all", "layer"]  # gradients whose norm is clipped together
 OF_ADAPTERS: tuple[OptimizerName, ...] = ("adamw", "sgd")  # those that train an adapter, too
 
 

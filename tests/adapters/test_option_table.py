@@ -146,6 +146,7 @@ OTHER: dict[str, Any] = {  # another value than the default
     "head": "sequence-classification",
     "lora_targets": ("q_proj",),
     "max_grad_norm": 1.0,
+    "max_grad_norm_per": "layer",
     "max_drift": 0.5,
     "lora_rank": 4,
     "lr": 1e-2,
@@ -229,13 +230,23 @@ def test_what_excludes_each_other_is_refused_by_name(
     assert refused.value.expected == expected
 
 
+def first_method(name: str) -> dict[str, Any]:
+    """The first of the methods with which an option has an effect."""
+    return next(
+        given
+        for given in METHODS.values()
+        if OPTIONS[name].effect.applies(given["method"], trains_adapter="lora_rank" in given)
+    )
+
+
 @pytest.mark.parametrize(("name", "needed"), NEEDED)
 def test_what_is_needed_is_named(name: str, needed: list[str]) -> None:
+    method = first_method(name)
     with pytest.raises(OptionError, match=f"^{name}: found .*; expected {flag(needed[0])}"):
-        require(**{name: other(name)})
+        require(**method, **{name: other(name)})
     needs, _, value = needed[0].partition("=")
     of_needed = {needs: EstimatorName(value) if needs == "estimator" else value or other(needs)}
-    require(**{name: other(name), **of_needed})
+    require(**method, **{name: other(name), **of_needed})
 
 
 DEFAULTS = {one.name: one.default for one in declared(RunOptions())}
@@ -337,11 +348,7 @@ def test_a_recipe_gives_its_options_unless_the_command_line_chooses_another_meth
 
 @pytest.mark.parametrize("name", [name for name, row in OPTIONS.items() if row.check is not None])
 def test_what_is_out_of_its_range_is_refused_by_name(name: str) -> None:
-    method = next(
-        given
-        for given in METHODS.values()
-        if OPTIONS[name].effect.applies(given["method"], trains_adapter="lora_rank" in given)
-    )
+    method = first_method(name)
     beside = {"lora_rank": 2} if name == "lora_alpha" else {}
     with pytest.raises(OptionError, match=f"^{name}: found "):
         require(**{**method, **beside, name: INVALID.get(name, 0)})

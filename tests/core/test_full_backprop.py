@@ -58,6 +58,7 @@ from zo2core.errors import (
     OptionError,
 )
 from zo2core.methods.first_order import segment_gradient_bytes, trained_bytes
+from zo2core.methods.gradient_steps import GradientSweeps
 from zo2core.optimizers.adapter_and_base import AdapterAndBase
 from zo2core.optimizers.loss_scaling import LossScale
 from zo2core.optimizers.registry import make_block_update
@@ -1126,3 +1127,56 @@ def test_an_adapter_and_its_base_refuse_turns_and_an_adapter_in_16_bits(tmp_path
     model = open_checkpoint(base, adapter=Adapter(config=config, trains_base=True))
     with pytest.raises(OptionError, match="modules_to_save"):
         Engine(model, FirstOrder(LoRAAndLOMO.update(), lr=1.0))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("scaling", [None, LossScaling(initial=8.0)])
+def test_norms_of_layers_are_clipped_one_by_one_in_one_backward_pass(
+    dtype: torch.dtype, scaling: LossScaling | None, tmp_path: Path
+) -> None:
+    limit, lr = 0.05, 3e-2
+    base = save_model(tmp_path / "base", small_config("llama", tie_word_embeddings=True), dtype)
+    model, whole = open_checkpoint(base), WholeModel(base)
+    segments = [[spec.name for spec in layout.parameters] for layout in model.layouts]
+    swept: list[bool] = []
+
+    def sweep(self: Any, *rows: Any, real: Any = GradientSweeps.sweep, **options: Any) -> Any:
+        swept.append(True)
+        return real(self, *rows, **options)
+
+    method = FirstOrder(LOMO(), lr=lr, clip=limit, clip_per="layer", scaling=scaling)
+    with (
+        patch.object(GradientSweeps, "sweep", sweep),
+        Engine(model, method, memory=memory()) as engine,
+    ):
+        for batch in ROWS[:2]:
+            loss = whole.backward([batch])
+            gradients = {name: value.float() for name, value in whole.gradients().items()}
+            norms = []
+            for names in filter(None, segments):
+                of_segment = [gradients[name] for name in names]
+                norm = torch.nn.utils.get_total_norm(of_segment)
+                norms.append(norm.item())
+                factor = torch.clamp(limit / (norm + 1e-6), max=1.0)
+                with torch.no_grad():
+                    for name, gradient in zip(names, of_segment, strict=True):
+                        theta = whole.parameters[name].float()
+                        whole.parameters[name].copy_(theta.add_(gradient * factor, alpha=-lr))
+            assert max(norms) > limit, "something is clipped"
+            result = engine.step(batch)
+            assert result.loss == pytest.approx(loss, rel=1e-6)
+            assert result.grad_norm == torch.nn.utils.get_total_norm(list(gradients.values()))
+            if scaling is None or dtype is torch.float32:  # powers of 2 change no bit of these
+                assert_has(engine, whole)
+    assert len(swept) == (2 if scaling is None else 4), "the norm of all takes one sweep more"
+    assert method.journal_options["clip_norm_per"] == "layer"
+
+
+def test_norms_of_layers_need_a_limit_and_an_optimizer_of_all_parameters() -> None:
+    for options, optimizer, said in (
+        ({"clip_per": "layer"}, LOMO(), "clip, the largest norm"),
+        ({"clip_per": "layer", "clip": 1.0}, ADAPTED, "a BlockUpdate"),
+        ({"clip_per": "block", "clip": 1.0}, LOMO(), "all or layer"),
+    ):
+        with pytest.raises(OptionError, match=said):
+            FirstOrder(optimizer, lr=1e-2, **cast("Any", options))

@@ -165,6 +165,7 @@ COMMANDS: Mapping[str, Callable[..., Trajectory]] = {
         dtype=HALF,
         resumed_after=3,
     ),
+    "lomo, norms of layers": partial(trained, f"--method lomo {FULL} --max-grad-norm-per layer"),
     "adalomo": partial(trained, f"--method adalomo {FULL}"),
     "badam, resumed": partial(trained, f"--method badam --switch-every 2 {FULL}", resumed_after=3),
     "badam, streamed, bfloat16": partial(

@@ -68,7 +68,7 @@ from zo2core import (
     ZerothOrder,
 )
 from zo2core.errors import CheckpointError, OptionError
-from zo2core.ranges import OF_ADAPTERS
+from zo2core.ranges import OF_ADAPTERS, NormGroup
 
 with names_of("transformers"):
     from transformers.training_args import OptimizerNames
@@ -187,6 +187,7 @@ class MethodArguments(MicroBatches, ActivationMemory, MemoryLimits, BlockUpdates
         *,
         lr: Callable[[int], float],
         clip: float | None,
+        clip_per: NormGroup = "all",
         device: str,
     ) -> Engine:
         """The engine of a run.
@@ -198,6 +199,7 @@ class MethodArguments(MicroBatches, ActivationMemory, MemoryLimits, BlockUpdates
             lr: Maps a 0-based step to its learning rate.
             clip: Largest 2-norm of all gradients together; None does not clip. That of an adapter
                 is the framework's.
+            clip_per: Which gradients ``clip`` takes together.
             device: Device to compute on.
 
         Raises:
@@ -207,7 +209,12 @@ class MethodArguments(MicroBatches, ActivationMemory, MemoryLimits, BlockUpdates
         if update is not None:
             scaling = LossScaling() if self.loss_scaling else None
             method = FirstOrder(
-                update, lr=lr, clip=clip, clip_value=self.max_grad_value, scaling=scaling
+                update,
+                lr=lr,
+                clip=clip,
+                clip_per=clip_per,
+                clip_value=self.max_grad_value,
+                scaling=scaling,
             )
         return Engine(
             model,

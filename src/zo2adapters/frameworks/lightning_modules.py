@@ -160,6 +160,7 @@ class StreamedLightningModule(lightning.LightningModule):  # type: ignore[misc, 
             update,
             lr=self._present_lr,
             clip=given.max_grad_norm,
+            clip_per=given.max_grad_norm_per,
             device=given.device,
         )
 

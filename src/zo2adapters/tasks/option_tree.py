@@ -81,6 +81,11 @@ ZEROTH = Effect("--method zeroth-order or mezo", ("zeroth-order", "mezo"))
 ESTIMATED = Effect("--method zeroth-order", ("zeroth-order",))
 GRADIENTS = Effect("a first-order --method", ("lora", *_OF_ALL))
 FULL = Effect("a first-order --method of all parameters", _OF_ALL, of_adapters=False)
+FULL_AT_ONCE = Effect(
+    "a first-order --method of all parameters but badam",
+    tuple(name for name in _OF_ALL if name != "badam"),
+    of_adapters=False,
+)
 WRITES = Effect("a method that changes the weights", _METHODS, of_adapters=False)
 ADAMW = Effect("--method lora, lora+lomo or adamw", ("lora", BOTH, "adamw"))
 FULL_ADAMW = Effect("--method adamw and no adapter", ("adamw",), of_adapters=False)

@@ -674,6 +674,7 @@ class GradientRun(RunMethod):
                 self.update,
                 lr=rate,
                 clip=asked.max_grad_norm,
+                clip_per=asked.max_grad_norm_per,
                 clip_value=asked.max_grad_value,
                 scaling=scaling,
             )

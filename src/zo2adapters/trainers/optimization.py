@@ -20,6 +20,7 @@ from zo2adapters.tasks.option_tree import (
     ESTIMATED,
     FULL,
     FULL_ADAMW,
+    FULL_AT_ONCE,
     GRADIENTS,
     MOST_QUERIES,
     OF_BOTH,
@@ -35,7 +36,14 @@ from zo2adapters.tasks.option_tree import (
     whole,
 )
 from zo2core.errors import OptionError
-from zo2core.ranges import EstimatorName, Fitness, OptimizerName, require_number, require_whole
+from zo2core.ranges import (
+    EstimatorName,
+    Fitness,
+    NormGroup,
+    OptimizerName,
+    require_number,
+    require_whole,
+)
 
 if TYPE_CHECKING:
     from zo2core import BlockUpdate, NoiseGenerator, ZOEstimator
@@ -470,7 +478,15 @@ class FirstOrderSteps(BlockUpdates):
     """With a first-order --method: largest 2-norm of all gradients together; larger ones are scaled
     down to it.
 
-    Where all parameters are trained, it takes a second backward pass, except with badam.
+    Where all parameters are trained, it takes a second backward pass, except with badam and with
+    --max-grad-norm-per layer.
+    """
+    max_grad_norm_per: Annotated[
+        NormGroup, Option("method", effect=FULL_AT_ONCE, needs=("max_grad_norm",))
+    ] = "all"
+    """Which gradients --max-grad-norm takes together: all; or with a method of all parameters
+    layer, those of a layer, which takes no second backward pass. Layers then have learning rates of
+    their own, as it were.
     """
     delayed_update: Annotated[
         bool,
@@ -519,7 +535,8 @@ class FirstOrderSteps(BlockUpdates):
         """Whether a step of all parameters sweeps twice: first to measure the gradients of more
         than one segment.
         """
-        return (self.max_grad_norm is not None and self.optimizer != "badam") or self.loss_scaling
+        clips_together = self.max_grad_norm is not None and self.max_grad_norm_per == "all"
+        return (clips_together and self.optimizer != "badam") or self.loss_scaling
 
     def block_update(
         self, *, weight_decay: float, base_lr: LearningRate | None = None, seed: int = 0

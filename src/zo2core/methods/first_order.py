@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, get_args
 
 import torch
 
@@ -19,7 +19,7 @@ from zo2core.optimizers.loss_scaling import LossScaling
 from zo2core.optimizers.states import state_bytes
 from zo2core.optimizers.torch_optimizer import OptimizerFactory
 from zo2core.protocols import BlockModel, BlockUpdate
-from zo2core.ranges import require_number, require_whole
+from zo2core.ranges import NormGroup, require_number, require_whole
 from zo2core.types import BlockLayout
 
 # parameters, gradients, and two moments, as AdamW has them: no common optimizer keeps more
@@ -45,6 +45,9 @@ class FirstOrder:
         clip: Largest 2-norm of all gradients together; None does not clip. With a ``BlockUpdate``
             each step sweeps twice then, first to measure the norm (LOMO, arXiv 2306.09782, section
             3.3.1), unless a single segment is trained.
+        clip_per: Which gradients ``clip`` takes together: "all"; or with a ``BlockUpdate`` "layer",
+            those of a segment, which needs no sweep to measure them before (the grouped norm of the
+            same section).
         clip_value: Largest absolute value of a gradient's elements, before the norm is clipped;
             None does not clip them. For a ``BlockUpdate``.
         scaling: How the loss is scaled, for forwards in float16; None does not scale it. A step
@@ -60,6 +63,7 @@ class FirstOrder:
     optimizer: OptimizerFactory | BlockUpdate | None
     lr: float | Callable[[int], float] | None = None
     clip: float | None = None
+    clip_per: NormGroup = "all"
     clip_value: float | None = None
     scaling: LossScaling | None = None
     options: Mapping[str, Any] | None = None
@@ -71,11 +75,19 @@ class FirstOrder:
         if self.update is not None and self.lr is None:
             expected = "a learning rate of the BlockUpdate"
             raise OptionError("lr", "None", expected, "pass FirstOrder(lr=...)")
-        if self.update is None and (self.clip_value is not None or self.scaling is not None):
-            option = "clip_value" if self.scaling is None else "scaling"
-            raise without_effect(
-                option, "an optimizer of an adapter", "a BlockUpdate, which trains all parameters"
-            )
+        if self.clip_per not in get_args(NormGroup):
+            raise OptionError("clip_per", repr(self.clip_per), "all or layer", "pass one of them")
+        if self.clip_per != "all" and self.clip is None:
+            raise without_effect("clip_per", self.clip_per, "clip, the largest norm")
+        of_updates = {
+            "clip_per": self.clip_per != "all",
+            "clip_value": self.clip_value is not None,
+            "scaling": self.scaling is not None,
+        }
+        given = [option for option, is_given in of_updates.items() if is_given]
+        if self.update is None and given:
+            expected = "a BlockUpdate, which trains all parameters"
+            raise without_effect(given[0], "an optimizer of an adapter", expected)
 
     @property
     def update(self) -> BlockUpdate | None:
@@ -98,10 +110,12 @@ class FirstOrder:
                 else self.options
             )
         scaling = {} if self.scaling is None else {"loss_scaling": asdict(self.scaling)}
+        groups = {} if self.clip_per == "all" else {"clip_norm_per": self.clip_per}
         return {
             **self.update.options,
             "clip_value": self.clip_value,
             "clip_norm": self.clip,
+            **groups,
             **scaling,
         }
 
@@ -114,7 +128,8 @@ class FirstOrder:
         """Whether a step that trains so many segments has to measure all gradients before the first
         update.
         """
-        return self.scaling is not None or (self.clip is not None and segments > 1)
+        clips_together = self.clip is not None and self.clip_per == "all"
+        return self.scaling is not None or (clips_together and segments > 1)
 
 
 @dataclass(frozen=True)

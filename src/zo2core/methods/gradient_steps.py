@@ -229,7 +229,11 @@ class FusedSteps:
             self._update,
             state.states,
             state.scale,
-            GradientLimits(norm=self._method.clip, value=self._method.clip_value),
+            GradientLimits(
+                norm=self._method.clip,
+                value=self._method.clip_value,
+                norm_per=self._method.clip_per,
+            ),
             rows,
             list(state.weights.forms),
             state.version,

@@ -3,7 +3,8 @@ measured, clipped, and change the weights.
 
 One segment's gradients are in memory at a time. A norm of all gradients is then known only when all
 updates are made. So clipping by norm takes a sweep before, which only measures (LOMO, arXiv
-2306.09782, section 3.3.1), unless a single segment is trained.
+2306.09782, section 3.3.1), unless a single segment is trained, or each segment's norm is clipped by
+itself.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from zo2core.errors import NonFiniteLossError
 from zo2core.optimizers.loss_scaling import LossScale
 from zo2core.optimizers.states import StateMemory, StatesInStores
 from zo2core.protocols import BlockUpdate, Store, UpdateInputs
+from zo2core.ranges import NormGroup
 from zo2core.sweep.microbatch import StepRows
 from zo2core.types import HALVES, widened
 
@@ -25,8 +27,9 @@ from zo2core.types import HALVES, widened
 class GradientLimits(NamedTuple):
     """How gradients are clipped."""
 
-    norm: float | None  # largest 2-norm of all gradients together; None does not clip it
+    norm: float | None  # largest 2-norm of gradients together; None does not clip it
     value: float | None  # largest absolute value of an element, before; None does not clip them
+    norm_per: NormGroup = "all"  # together are all gradients, or those of a segment
 
 
 class FusedStep:
@@ -99,8 +102,7 @@ class FusedStep:
         norms = [self._norms[name] for name in self._names if name in self._norms]
         if self.overflowed or not norms:
             return torch.zeros(())
-        total: torch.Tensor = torch.linalg.vector_norm(torch.stack(norms))
-        return total
+        return _norm_of(norms)
 
     def _convert(self, gradients: dict[str, torch.Tensor]) -> set[str]:
         """Convert 16-bit gradients to float32, if the optimizer wants them so, and divide them by
@@ -120,8 +122,8 @@ class FusedStep:
 
     def _clip(self, gradients: dict[str, torch.Tensor], converted: set[str]) -> None:
         factor = None
-        if self._limits.norm is not None:
-            total = self.norm() if self.total is None else self.total
+        if self._limits.norm is not None and gradients:
+            total = self._norm_to_clip(gradients)
             factor = torch.clamp(self._limits.norm / (total + 1e-6), max=1.0)
         largest = self._limits.value
         for name, gradient in gradients.items():
@@ -130,6 +132,12 @@ class FusedStep:
                 gradients[name] = torch.clamp(gradients[name], -largest, largest, out=out)
             if factor is not None:
                 gradients[name] = torch.mul(gradients[name], factor, out=out)
+
+    def _norm_to_clip(self, gradients: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        """The norm of the gradients that are clipped together with those of a segment."""
+        if self._limits.norm_per == "layer":
+            return _norm_of([self._norms[name] for name in gradients])
+        return self.norm() if self.total is None else self.total
 
     def _add_norms(self, gradients: Mapping[str, torch.Tensor]) -> None:
         norms = {name: torch.linalg.vector_norm(gradient) for name, gradient in gradients.items()}
@@ -153,6 +161,12 @@ class FusedStep:
                 f"{self.changed_segments} segments had been changed: resume from the last snapshot"
             )
         return step_not_finite(self._step, found, "a finite loss and finite gradients", state)
+
+
+def _norm_of(norms: Sequence[torch.Tensor]) -> torch.Tensor:
+    """The norm of gradients together, from their norms."""
+    total: torch.Tensor = torch.linalg.vector_norm(torch.stack(list(norms)))
+    return total
 
 
 def step_not_finite(step: int, found: str, expected: str, state: str) -> NonFiniteLossError:
