@@ -1,6 +1,5 @@
 """Fused LoRA layers: bits of peft's, in fewer passes, and peft's own path elsewhere."""
 
-from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -162,18 +161,6 @@ def test_a_fused_layer_takes_pefts_path_where_that_computes_something_else(
     assert not calls
 
 
-def test_layers_that_read_one_input_share_its_float32_copy() -> None:
-    workspace = fused_lora.Workspace()
-    x = drawn_input((3, 5), torch.bfloat16)
-    widened = workspace.widened(x)
-    assert widened.dtype is torch.float32
-    assert workspace.widened(x) is widened
-    x += 1
-    assert torch.equal(workspace.widened(x), x.float()), "it was changed in place"
-    other = x.clone()
-    assert torch.equal(workspace.widened(other), other.float())
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_an_engine_runs_fused_layers_with_the_bits_of_pefts(
     dtype: torch.dtype, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -207,28 +194,3 @@ def test_an_engine_runs_fused_layers_with_the_bits_of_pefts(
     first, second = adapters
     assert first.keys() == second.keys()
     assert all(torch.equal(value, second[name]) for name, value in first.items())
-
-
-@pytest.mark.parametrize("threads", [1, 2])
-@pytest.mark.parametrize("rows", [2, 7, 65])
-def test_a_thin_product_is_the_librarys_whatever_the_number_of_threads(
-    rows: int, threads: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(thin, "_WORK_OF_A_THREAD", 100)
-    monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
-    left, right = torch.randn(rows, 8), torch.randn(8, 700)
-    base = torch.randn(rows, 700).bfloat16()
-    out = base.clone()
-    with ThreadPoolExecutor(2) as helpers:
-        thin.thin_product(out, left, right, out, scale=0.3, helpers=helpers)
-    assert torch.equal(out, (base + left @ right * 0.3).bfloat16())
-
-
-def test_sums_of_another_order_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert thin.sums_in_order(34, 8, 72), "or LoRA is slow on this machine"
-
-    def reversed_sums(out: torch.Tensor, left: torch.Tensor, right: torch.Tensor) -> None:
-        out.copy_(left.flip(1) @ right.flip(0))
-
-    monkeypatch.setattr(thin, "thin_product", reversed_sums)
-    assert not thin.sums_in_order(35, 8, 72)

@@ -2,17 +2,15 @@
 
 The forward of each LoRA layer of a model is replaced, and nothing else: parameters, names and
 files stay peft's. Peft widens a layer's input to float32, adds ``scale * (x A^T) B^T`` to the
-output and rounds the sum, each in passes of its own over memory. Here layers that read the same
-input share its float32 copy, and the output and the gradient of the input are written in one pass
-each.
+output and rounds the sum, each in passes of its own over memory, and on the way back the same.
+Here each product takes one pass, and nothing as large as the input is kept in float32.
 
-What it computes is peft's, operation for operation; the two products whose inner index is the rank
-are summed by ``zo2core.kernels.thin``, which compares its sums with those of torch's product.
+What it computes is peft's, operation for operation: the products are those of
+``zo2core.kernels.thin``, which compares its sums with those of torch's.
 """
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Iterable
 from concurrent.futures import Executor, ThreadPoolExecutor
 from copy import deepcopy
@@ -20,13 +18,14 @@ from typing import Any, cast
 
 import torch
 from torch import nn
-from torch.nn import functional
 
 from zo2adapters.models.library_names import names_of
 from zo2core.kernels.thin import (
     MOST_COLUMNS,
+    Product,
     is_compiled,
-    scaled_widened,
+    multiply,
+    order_of,
     sums_in_order,
     thin_product,
 )
@@ -34,42 +33,17 @@ from zo2core.kernels.thin import (
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
-class Workspace:
-    """What the LoRA layers of a model share: the last input in float32, and helping threads.
-
-    The float32 copy of an input is kept until a layer reads another input.
-    """
-
-    def __init__(self) -> None:
-        self.helpers = ThreadPoolExecutor(thread_name_prefix="zo2-lora")
-        self._input: weakref.ref[torch.Tensor] | None = None
-        self._version = 0
-        self._widened = torch.empty(0)
-
-    def widened(self, x: torch.Tensor) -> torch.Tensor:
-        """``x`` in float32, without its graph: ``x`` itself if it has that dtype."""
-        if x.dtype is torch.float32:
-            return x.detach()
-        if x.is_inference():  # whose changes in place are not counted
-            return x.float()
-        is_same = self._input is not None and self._input() is x
-        if not is_same or x._version != self._version:
-            self._widened = x.detach().float()
-            self._input = weakref.ref(x)
-            self._version = x._version
-        return self._widened
-
-
 class FusedForward:
     """The forward of one LoRA layer: the fused one where it gives peft's bits, else peft's.
 
     Args:
         layer: A ``peft.tuners.lora.Linear`` around a linear layer, without dropout.
-        workspace: That of the model.
+        helpers: Threads that compute parts of the products.
     """
 
-    def __init__(self, layer: Any, workspace: Workspace) -> None:
-        self._layer, self._workspace = layer, workspace
+    def __init__(self, layer: Any, helpers: Executor) -> None:
+        self._layer = layer
+        self._helpers = helpers
 
     def __call__(self, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         """The layer's output, as peft's forward computes it."""
@@ -81,16 +55,14 @@ class FusedForward:
         down, up = layer.lora_A[active[0]].weight, layer.lora_B[active[0]].weight
         if not _fits(x, down, up):
             return self._forward_of_peft(x)
-        widened = self._workspace.widened(x)
         scale = layer.scaling[active[0]]
-        helpers = self._workspace.helpers
         apply: Any = _AddedTerm.apply  # autograd's is untyped
-        output = apply(x, layer.base_layer(x), down, up, widened, scale, helpers)
+        output = apply(x, layer.base_layer(x), down, up, scale, self._helpers)
         return cast("torch.Tensor", output)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> FusedForward:
-        """The forward of a copy of the layer, with the same workspace."""
-        return FusedForward(deepcopy(self._layer, memo), self._workspace)
+        """The forward of a copy of the layer, with the same threads."""
+        return FusedForward(deepcopy(self._layer, memo), self._helpers)
 
     def _forward_of_peft(self, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         output: Any = type(self._layer).forward(self._layer, x, *args, **kwargs)
@@ -124,7 +96,6 @@ class _AddedTerm(torch.autograd.Function):
         result: torch.Tensor,
         down: torch.Tensor,
         up: torch.Tensor,
-        widened: torch.Tensor,
         scale: float,
         helpers: Executor,
     ) -> torch.Tensor:
@@ -136,12 +107,11 @@ class _AddedTerm(torch.autograd.Function):
             result: (..., outputs): the base layer's output, of the same dtype.
             down: A, (rank, inputs), float32.
             up: B, (outputs, rank), float32.
-            widened: ``x`` in float32, without a graph.
             scale: The adapter's scaling.
             helpers: Threads that compute parts of the products.
         """
-        thin = functional.linear(widened, down)
-        rows = thin.reshape(-1, thin.shape[-1])
+        wide = x.reshape(-1, x.shape[-1]).contiguous()
+        thin = _multiplied(Product.ALONG_ROWS_BY_TRANSPOSE, wide, down.t(), 1.0, helpers)
         output = result
         if result._is_view():  # of a layer with a bias; autograd forbids to write over a view
             output = torch.empty_like(result)
@@ -149,15 +119,14 @@ class _AddedTerm(torch.autograd.Function):
             ctx.mark_dirty(result)
         thin_product(
             output.view(-1, len(up)),
-            rows,
+            thin,
             up.t().contiguous(),
             result.view(-1, len(up)),
             scale=scale,
             helpers=helpers,
         )
-        ctx.save_for_backward(widened, down, up, rows)
+        ctx.save_for_backward(x, down, up, thin)
         ctx.scale = scale
-        ctx.dtype = x.dtype
         ctx.helpers = helpers
         return output
 
@@ -165,24 +134,32 @@ class _AddedTerm(torch.autograd.Function):
     def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
         """Gradients of the input, of the base layer's output, of A and of B."""
         [gradient] = gradients
-        widened, down, up, rows = ctx.saved_tensors
+        x, down, up, thin = ctx.saved_tensors
         needs_input, _, needs_down, needs_up, *_ = ctx.needs_input_grad
-        scaled = scaled_widened(gradient.reshape(-1, len(up)).contiguous(), ctx.scale)
-        of_up = scaled.t() @ rows if needs_up else None
-        of_input = of_down = None
+        scale, helpers = ctx.scale, ctx.helpers
+        wide = gradient.reshape(-1, len(up)).contiguous()
+        read = x.reshape(-1, x.shape[-1]).contiguous()
+        of_up = of_input = of_down = None
+        if needs_up:
+            of_up = _multiplied(Product.ALONG_COLUMNS, wide, thin, scale, helpers)
         if needs_input or needs_down:
-            of_thin = scaled @ up
-            if needs_down:
-                of_down = of_thin.t() @ widened.reshape(-1, widened.shape[-1])
-            if needs_input:
-                of_input = torch.empty(widened.shape, dtype=ctx.dtype)
-                thin_product(
-                    of_input.view(-1, widened.shape[-1]),
-                    of_thin,
-                    down.contiguous(),
-                    helpers=ctx.helpers,
-                )
-        return of_input, gradient, of_down, of_up, None, None, None
+            of_thin = _multiplied(Product.ALONG_ROWS, wide, up, scale, helpers)
+        if needs_down:
+            product = Product.ALONG_COLUMNS_TRANSPOSED
+            of_down = _multiplied(product, read, of_thin, 1.0, helpers)
+        if needs_input:
+            of_input = torch.empty(x.shape, dtype=x.dtype)
+            thin_product(of_input.view(read.shape), of_thin, down.contiguous(), helpers=helpers)
+        return of_input, gradient, of_down, of_up, None, None
+
+
+def _multiplied(
+    product: Product, wide: torch.Tensor, thin: torch.Tensor, scale: float, helpers: Executor
+) -> torch.Tensor:
+    """Multiply ``scale * wide`` with a thin matrix, with the bits of torch's product."""
+    outer, inner = wide.shape if product.is_along_rows else wide.shape[::-1]
+    order = order_of(product, outer, inner, thin.shape[1])
+    return multiply(product, wide, thin, order, scale=scale, helpers=helpers)
 
 
 def fuse(modules: Iterable[nn.Module]) -> None:
@@ -194,11 +171,11 @@ def fuse(modules: Iterable[nn.Module]) -> None:
 
     if not is_compiled():
         return
-    workspace = Workspace()
+    helpers = ThreadPoolExecutor(thread_name_prefix="zo2-lora")
     for layer in modules:
         if type(layer) is lora.Linear and _is_plain(layer):
             replaced: Any = layer
-            replaced.forward = FusedForward(layer, workspace)
+            replaced.forward = FusedForward(layer, helpers)
 
 
 def unfuse(modules: Iterable[nn.Module]) -> None:

@@ -29,7 +29,7 @@ from zo2core.kernels import reference
 from zo2core.kernels.programs import Draw, table
 from zo2core.types import Distribution, Perturb, Program
 
-_REVISION = 14  # of the C files
+_REVISION = 15  # of the C files
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 
 
@@ -145,7 +145,8 @@ def _declare(loaded: ctypes.CDLL) -> None:
         "form": (*matrix, pointer, u64, u64, u64),
         "encode_float8": (pointer, pointer, pointer, real, real, u64, u64),
         "thin_product": (*matrix, pointer, real, u64, u64, u64),
-        "scale_widened": (integer, pointer, pointer, real, u64),
+        "row_sums": (*matrix, real, u64, u64, u64, u64, u64, integer),
+        "column_sums": (*matrix, real, u64, u64, u64, u64, u64, integer, u64, integer),
     }.items():
         function = getattr(loaded, f"zo2core_{name}")
         function.argtypes, function.restype = arguments, None

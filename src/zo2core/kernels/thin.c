@@ -1,22 +1,83 @@
-/* Products of matrices with few columns, in one pass over what they are added to. Every sum is a chain of fused
- * multiplications and additions in the order of the inner index: this is the order in which a library's matrix product
- * adds few products, which thin.py compares before these functions are used. */
+/* Products of matrices of which one has few columns, in one pass over the wide one and over what they are added to.
+ *
+ * A sum takes its products in the order of a library's matrix product, which thin.py finds by comparing the bits. */
+
+#include <stdbool.h>
 
 #include "floats.h"
 
-/* Other clones than the rest: these need fused multiplication and addition, which AVX2 does not imply. */
-#ifdef HAS_CLONES
-#define FUSED_CLONES __attribute__((target_clones("avx512f", "arch=haswell", "default")))
-#else
-#define FUSED_CLONES
-#endif
+enum { WIDE = 8, BROAD = 2 };                       /* floats in lanes, lanes of columns at once */
+enum { DEEP = 8, HIGH = 2, ACROSS = 512 };          /* products, rows and columns at once of a product that is added to a base */
+enum { ROWS = 8, FEW = 4, CHAINS = 4, LONG = 256 }; /* rows at once of sums along rows, in one and in several chains */
+enum { TALL = 64, MOST_TILES = 8 };                 /* rows at once of sums along columns, lanes of the thin matrix */
 
-enum { DEEP = 8, ACROSS = 512, HIGH = 2 };
+typedef float lanes __attribute__((vector_size(4 * WIDE), aligned(4)));
+
+#define EACH(x) ((lanes){(x), (x), (x), (x), (x), (x), (x), (x)})
+
+/* Sums over the inner index of a wide and a thin matrix: along the wide one's rows or along its columns. */
+struct sums {
+    int dtype;          /* of x */
+    bool has_rank_first; /* along columns: out is (rank, columns), else (columns, rank) */
+    float *out;
+    const void *x;      /* the wide matrix: (rows, inner) or (inner, columns) */
+    const float *thin;  /* (inner, rank) */
+    float scale;        /* of the wide matrix */
+    uint64_t first, last; /* the range of rows, or of columns */
+    uint64_t inner, columns, rank;
+    uint64_t block;     /* products of which sums are taken that are then added; 0: CHAINS sums by the index modulo CHAINS */
+};
+
+#define FOR_SET(name) name##_plain
+#define MULTIPLY_ADD(x, y, sum) fused_lanes((x), (y), (sum))
+#define fused_lanes(x, y, sum)                                                                                              \
+    ({                                                                                                                      \
+        const lanes left_ = (x), right_ = (y);                                                                              \
+        lanes result_ = (sum);                                                                                              \
+        for (size_t lane_ = 0; lane_ < WIDE; lane_++)                                                                       \
+            result_[lane_] = __builtin_fmaf(left_[lane_], right_[lane_], result_[lane_]);                                   \
+        result_;                                                                                                            \
+    })
+#include "thin.h"
+
+#ifdef HAS_CLONES
+#pragma GCC push_options
+#pragma GCC target("avx2,fma")
+#define FOR_SET(name) name##_avx2
+#define MULTIPLY_ADD(x, y, sum) (lanes) _mm256_fmadd_ps((__m256)(x), (__m256)(y), (__m256)(sum))
+#include "thin.h"
+#pragma GCC pop_options
+
+#pragma GCC push_options
+#pragma GCC target("avx512f,avx512bw,avx512dq,avx512vl,fma")
+#define FOR_SET(name) name##_avx512
+#define MULTIPLY_ADD(x, y, sum) (lanes) _mm256_fmadd_ps((__m256)(x), (__m256)(y), (__m256)(sum))
+#include "thin.h"
+#pragma GCC pop_options
+
+static bool has_avx2(void) { return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma"); }
+
+static bool has_avx512(void) {
+    return __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
+}
+
+#define BEST(name, ...)                                                                                                     \
+    do {                                                                                                                    \
+        if (has_avx512())                                                                                                   \
+            name##_avx512(__VA_ARGS__);                                                                                     \
+        else if (has_avx2())                                                                                                \
+            name##_avx2(__VA_ARGS__);                                                                                       \
+        else                                                                                                                \
+            name##_plain(__VA_ARGS__);                                                                                      \
+    } while (0)
+#else
+#define BEST(name, ...) name##_plain(__VA_ARGS__)
+#endif
 
 /* Whether the processor multiplies and adds in one instruction: in software it would take a hundred times as long. */
 PUBLIC int zo2core_has_fused_products(void) {
 #ifdef HAS_CLONES
-    return __builtin_cpu_supports("avx512f") || (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma"));
+    return has_avx2();
 #elif defined(__aarch64__) || defined(__FMA__)
     return 1;
 #else
@@ -24,82 +85,34 @@ PUBLIC int zo2core_has_fused_products(void) {
 #endif
 }
 
-/* Add DEEP products to the sums of two rows, which share what is read of the right matrix. */
-INLINE void add_deep(
-    float *restrict first, float *restrict second, const float *restrict left, const float *restrict lower,
-    const float *restrict right, size_t stride, size_t count) {
-    float upper_factors[DEEP], lower_factors[DEEP];
-    memcpy(upper_factors, left, sizeof upper_factors);
-    memcpy(lower_factors, lower, sizeof lower_factors);
-    for (size_t i = 0; i < count; i++) {
-        float upper_sum = first[i], lower_sum = second[i];
-#pragma GCC unroll 8
-        for (size_t k = 0; k < DEEP; k++) {
-            upper_sum = __builtin_fmaf(upper_factors[k], right[k * stride + i], upper_sum);
-            lower_sum = __builtin_fmaf(lower_factors[k], right[k * stride + i], lower_sum);
-        }
-        first[i] = upper_sum;
-        second[i] = lower_sum;
-    }
-}
-
-INLINE void add_one(float *restrict sums, float factor, const float *restrict right, size_t count) {
-    for (size_t i = 0; i < count; i++) sums[i] = __builtin_fmaf(factor, right[i], sums[i]);
-}
-
-INLINE void add_scaled(float *restrict values, const float *restrict sums, float scale, size_t count) {
-    for (size_t i = 0; i < count; i++) values[i] += sums[i] * scale;
-}
-
-/* The sums of a range of columns of two rows. */
-INLINE void sum_rows(
-    float sums[HIGH][ACROSS], const float *left, const float *lower, const float *right, size_t stride, size_t rank,
-    size_t count) {
-    memset(sums, 0, sizeof *sums * HIGH);
-    size_t k = 0;
-    for (; k + DEEP <= rank; k += DEEP)
-        add_deep(sums[0], sums[1], left + k, lower + k, right + k * stride, stride, count);
-    for (; k < rank; k++) {
-        add_one(sums[0], left[k], right + k * stride, count);
-        add_one(sums[1], lower[k], right + k * stride, count);
-    }
-}
-
 /* out = round(base + scale * (left right)), or without a base out = round(left right).
  *
  * out and base have `rows` of `columns` numbers of the dtype, and may be the same memory; left (rows, rank) and right
- * (rank, columns) are float32. */
-FUSED_CLONES PUBLIC void zo2core_thin_product(
+ * (rank, columns) are float32. Products are added one after the other, each in one rounding. */
+PUBLIC void zo2core_thin_product(
     int dtype, void *out, const void *base, const float *left, const float *right, float scale, uint64_t rows,
     uint64_t columns, uint64_t rank) {
-    const size_t size = dtype == FLOAT32 ? 4 : 2;
-    float sums[HIGH][ACROSS] __attribute__((aligned(64))), values[ACROSS] __attribute__((aligned(64)));
-    for (uint64_t column = 0; column < columns; column += ACROSS) {
-        const size_t count = columns - column < ACROSS ? columns - column : ACROSS;
-        for (uint64_t row = 0; row < rows; row += HIGH) {
-            const size_t high = rows - row < HIGH ? rows - row : HIGH;
-            sum_rows(
-                sums, left + row * rank, left + (row + high - 1) * rank, right + column, columns, rank, count);
-            for (size_t i = 0; i < high; i++) {
-                const uint64_t place = (row + i) * columns + column;
-                float *result = sums[i];
-                if (base) {
-                    load(dtype, values, (const char *)base + place * size, count);
-                    add_scaled(values, sums[i], scale, count);
-                    result = values;
-                }
-                put(dtype, out, place, result, count);
-            }
-        }
-    }
+    BEST(add_thin_product, dtype, out, base, left, right, scale, rows, columns, rank);
 }
 
-/* out = scale * values, where values have a dtype of 16 or 32 bits, and out is float32. */
-CLONES PUBLIC void zo2core_scale_widened(int dtype, float *restrict out, const void *values, float scale, uint64_t count) {
-    const size_t size = dtype == FLOAT32 ? 4 : 2;
-    for (uint64_t first = 0; first < count; first += ACROSS) {
-        const size_t length = count - first < ACROSS ? count - first : ACROSS;
-        load(dtype, out + first, (const char *)values + first * size, length);
-        for (size_t i = 0; i < length; i++) out[first + i] *= scale;
-    }
+/* Rows `first` to `last` of out (rows, rank) = (scale * x) thin, for x (rows, inner) and thin (inner, rank). rank is a
+ * multiple of WIDE, and without a block inner is one of CHAINS. */
+PUBLIC void zo2core_row_sums(
+    int dtype, float *out, const void *x, const float *thin, float scale, uint64_t first, uint64_t last, uint64_t inner,
+    uint64_t rank, uint64_t block, int is_fused) {
+    const struct sums of = {
+        .dtype = dtype, .out = out, .x = x, .thin = thin, .scale = scale, .first = first, .last = last, .inner = inner,
+        .rank = rank, .block = block};
+    BEST(sum_along_rows, &of, is_fused);
+}
+
+/* Columns `first` to `last` of out (rank, columns) = thin^T (scale * x), or of its transpose, for x (inner, columns) and
+ * thin (inner, rank). rank is a multiple of WIDE. */
+PUBLIC void zo2core_column_sums(
+    int dtype, float *out, const void *x, const float *thin, float scale, uint64_t first, uint64_t last, uint64_t inner,
+    uint64_t rank, uint64_t block, int is_fused, uint64_t columns, int has_rank_first) {
+    const struct sums of = {
+        .dtype = dtype, .has_rank_first = has_rank_first, .out = out, .x = x, .thin = thin, .scale = scale, .first = first,
+        .last = last, .inner = inner, .columns = columns, .rank = rank, .block = block};
+    BEST(sum_along_columns, &of, is_fused);
 }

@@ -1,25 +1,88 @@
-"""Products of thin matrices, such as those of LoRA, in one pass over what they are added to.
+"""Products of matrices of which one is thin, such as those of LoRA, in one pass over the wide one.
 
-torch computes ``out + scale * (left @ right)`` in four passes over memory of float32, two of which
-only change the dtype. The compiled functions here take one, with the same bits where torch's matrix
-product adds its few products one after the other. Whether it does depends on the processor and on
-the library that torch was built with, so ``sums_in_order`` compares them.
+torch computes such products in float32. For matrices of 16 bits that takes further passes over
+memory, which only change the dtype, and its library has no fast code for few columns. The compiled
+functions here read and write wide matrices in their own dtype, and take the terms of a sum in the
+order in which the library takes them, so that bits are equal. That order depends on the shape, on
+the processor and on the library that torch was built with. It is found by comparing results on
+drawn matrices; where the library's order is none of those known here, torch computes the product.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from concurrent.futures import Executor
+from enum import Enum
 from functools import cache
 from itertools import pairwise
+from typing import NamedTuple
 
 import torch
+from torch.nn import functional
 
 from zo2core.kernels.dispatch import DTYPES, functions, library
 
-MOST_COLUMNS = 64  # of the left matrix; a library's product of wider ones is as fast
+MOST_COLUMNS = 64  # of a thin matrix; a library's product of wider ones is as fast
+_LANES = 8  # a thin matrix has a multiple of so many columns, the last ones filled with zeros
+_CHAINS = 4  # sums that ``Order.block`` of 0 means
 _COMPARED_ROWS = 1024  # a product of more rows is compared in a sample of so many
 _ROWS_AT_ONCE = 64  # of a library's product: the rest of the rows is computed by other code
+_COMPARED_SUMS = 512  # at least, since few may be equal by chance
 _WORK_OF_A_THREAD = 1 << 21  # products from which another thread pays
+_LINE = 32  # rows or columns of which one thread computes all, since they share a line of the cache
+
+
+class Order(NamedTuple):
+    """The order in which a sum takes its terms."""
+
+    # Terms that are added one after the other; sums of blocks are added then. 0: four sums, each of
+    # every fourth term.
+    block: int
+    is_fused: bool  # whether a term's multiplication and addition round once
+
+
+_ALL = 1 << 40  # a block of all terms
+_ORDERS = [
+    Order(_ALL, is_fused=False),
+    Order(0, is_fused=False),
+    *(Order(block, is_fused=True) for block in (192, _ALL, 0, 384, 256)),
+]
+
+
+class LibraryState(NamedTuple):
+    """What torch's products depend on besides their shapes."""
+
+    threads: int
+    precision: str  # of products of float32 matrices
+
+
+def _library_state() -> LibraryState:
+    precision = torch.backends.mkldnn.matmul.fp32_precision  # type: ignore[attr-defined]
+    return LibraryState(torch.get_num_threads(), precision)
+
+
+class Product(Enum):
+    """A product of a wide matrix and a thin one (inner, columns), as torch is asked for it."""
+
+    ALONG_ROWS = "wide @ thin"
+    ALONG_ROWS_BY_TRANSPOSE = "wide @ thin, with thin given as its transpose"
+    ALONG_COLUMNS = "wide^T @ thin"
+    ALONG_COLUMNS_TRANSPOSED = "thin^T @ wide"
+
+    @property
+    def is_along_rows(self) -> bool:
+        """Whether the wide matrix is (outer, inner); else it is (inner, outer)."""
+        return self in (Product.ALONG_ROWS, Product.ALONG_ROWS_BY_TRANSPOSE)
+
+    def by_torch(self, wide: torch.Tensor, thin: torch.Tensor) -> torch.Tensor:
+        """Compute the product by torch, of float32."""
+        if self is Product.ALONG_ROWS:
+            return wide @ thin
+        if self is Product.ALONG_ROWS_BY_TRANSPOSE:
+            return functional.linear(wide, thin.t().contiguous())
+        if self is Product.ALONG_COLUMNS:
+            return wide.t() @ thin
+        return thin.t() @ wide
 
 
 def is_compiled() -> bool:
@@ -36,14 +99,11 @@ def sums_in_order(rows: int, inner: int, columns: int) -> bool:
         inner: Columns of the left matrix, rows of the right one.
         columns: Columns of the right matrix.
     """
-    if rows > _COMPARED_ROWS:
-        rows = _COMPARED_ROWS + rows % _ROWS_AT_ONCE
-    precision = torch.backends.mkldnn.matmul.fp32_precision  # type: ignore[attr-defined]
-    return _sums_in_order(rows, inner, columns, torch.get_num_threads(), precision)
+    return _sums_in_order(_compared(rows), inner, columns, _library_state())
 
 
 @cache
-def _sums_in_order(rows: int, inner: int, columns: int, threads: int, precision: str) -> bool:
+def _sums_in_order(rows: int, inner: int, columns: int, state: LibraryState) -> bool:
     if not is_compiled() or inner > MOST_COLUMNS:
         return False
     generator = torch.Generator().manual_seed(rows)
@@ -55,6 +115,89 @@ def _sums_in_order(rows: int, inner: int, columns: int, threads: int, precision:
         if not torch.equal(out, left @ right):
             return False
     return True
+
+
+def order_of(product: Product, outer: int, inner: int, columns: int) -> Order | None:
+    """The order of torch's sums, found by comparing products of drawn matrices; None: another one.
+
+    Args:
+        product: How torch is asked for the product.
+        outer: The dimension of the wide matrix over which no sum is taken.
+        inner: The other one.
+        columns: Columns of the thin matrix.
+    """
+    return _order_of(product, _compared(outer), inner, columns, _library_state())
+
+
+@cache
+def _order_of(
+    product: Product, outer: int, inner: int, columns: int, state: LibraryState
+) -> Order | None:
+    if not is_compiled() or columns > MOST_COLUMNS:
+        return None
+    generator = torch.Generator().manual_seed(inner)
+    takes_chains = product.is_along_rows and inner % _CHAINS == 0
+    orders = [order for order in _ORDERS if order.block or takes_chains]
+    for _ in range(-(-_COMPARED_SUMS // (outer * columns))):
+        shape = (outer, inner) if product.is_along_rows else (inner, outer)
+        wide = torch.randn(shape, generator=generator)
+        thin = torch.randn(inner, columns, generator=generator)
+        expected = product.by_torch(wide, thin)
+        orders = [
+            order for order in orders if torch.equal(multiply(product, wide, thin, order), expected)
+        ]
+    return orders[0] if orders else None
+
+
+def _compared(rows: int) -> int:
+    """A number of rows whose product is computed as that of all."""
+    if rows <= _COMPARED_ROWS:
+        return rows
+    return _COMPARED_ROWS + rows % _ROWS_AT_ONCE
+
+
+def multiply(
+    product: Product,
+    wide: torch.Tensor,
+    thin: torch.Tensor,
+    order: Order | None,
+    *,
+    scale: float = 1.0,
+    helpers: Executor | None = None,
+) -> torch.Tensor:
+    """Multiply ``scale * wide`` with a thin matrix, in float32.
+
+    Args:
+        product: Which of the matrices are transposed.
+        wide: Contiguous, on the CPU, float32, bfloat16 or float16.
+        thin: (inner, columns), float32.
+        order: That of torch's sums; None: torch computes the product.
+        scale: Factor of the wide matrix.
+        helpers: Run parts of the work in parallel, as many as torch has threads; None: nothing.
+    """
+    if order is None:
+        widened = wide.float()
+        return product.by_torch(widened if scale == 1 else widened * scale, thin)
+    columns = thin.shape[1]
+    missing = -columns % _LANES
+    thin = functional.pad(thin, (0, missing)).contiguous()  # products of zeros do not change a sum
+    inner, width = thin.shape
+    outer = wide.shape[0 if product.is_along_rows else 1]
+    has_columns_first = product is Product.ALONG_COLUMNS_TRANSPOSED
+    out = torch.empty((width, outer) if has_columns_first else (outer, width))
+    values = (DTYPES[wide.dtype], out.data_ptr(), wide.data_ptr(), thin.data_ptr(), scale)
+
+    def sum_rows(first: int, last: int) -> None:
+        functions().zo2core_row_sums(*values, first, last, inner, width, *order)
+
+    def sum_columns(first: int, last: int) -> None:
+        functions().zo2core_column_sums(
+            *values, first, last, inner, width, *order, outer, has_columns_first
+        )
+
+    run = sum_rows if product.is_along_rows else sum_columns
+    _in_parts(run, outer, inner * width, helpers)
+    return out.narrow(0 if has_columns_first else 1, 0, columns).contiguous()
 
 
 def thin_product(
@@ -92,28 +235,22 @@ def thin_product(
             inner,
         )
 
-    parts = min(torch.get_num_threads(), 1 + rows * columns * inner // _WORK_OF_A_THREAD)
+    _in_parts(run, rows, columns * inner, helpers)
+
+
+def _in_parts(
+    run: Callable[[int, int], None], count: int, products: int, helpers: Executor | None
+) -> None:
+    """Run a function of a range on ranges of ``count``, each of which takes so many products."""
+    parts = min(torch.get_num_threads(), 1 + count * products // _WORK_OF_A_THREAD)
     if helpers is None or parts == 1:
-        run(0, rows)
+        run(0, count)
         return
-    bounds = [rows * part // parts for part in range(parts + 1)]
+    lines = -(-count // _LINE)
+    bounds = [min(lines * part // parts * _LINE, count) for part in range(parts + 1)]
     others = [helpers.submit(run, *bound) for bound in pairwise(bounds[1:])]
     try:
         run(0, bounds[1])
     finally:
         for other in others:
             other.result()
-
-
-def scaled_widened(values: torch.Tensor, scale: float) -> torch.Tensor:
-    """``scale * values.float()``, in one pass.
-
-    Args:
-        values: Contiguous, on the CPU, float32, bfloat16 or float16.
-        scale: The factor.
-    """
-    out = torch.empty(values.shape)
-    functions().zo2core_scale_widened(
-        DTYPES[values.dtype], out.data_ptr(), values.data_ptr(), scale, values.numel()
-    )
-    return out

@@ -1,0 +1,137 @@
+"""Products with a thin matrix: the bits of torch's, whatever order torch's library sums in."""
+
+import ctypes
+import ctypes.util
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+from profiles import each_choice
+
+from zo2core.kernels import thin
+from zo2core.kernels.thin import Order, Product
+
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+PRODUCTS = list(Product)
+ORDERS = [*thin._ORDERS, Order(5, is_fused=True), Order(5, is_fused=False)]
+
+pytestmark = pytest.mark.skipif(not thin.is_compiled(), reason="the compiled kernels are not built")
+
+
+def drawn(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(sum(shape))).to(dtype)
+
+
+def fused_add() -> Callable[[float, float, float], float]:
+    """``x * y + z``, rounded once to float32."""
+    function = ctypes.CDLL(ctypes.util.find_library("m")).fmaf
+    function.restype = ctypes.c_float
+    function.argtypes = [ctypes.c_float] * 3
+    return lambda x, y, z: float(function(x, y, z))
+
+
+def rounded_add(x: float, y: float, z: float) -> float:
+    return float(torch.tensor(x) * torch.tensor(y) + torch.tensor(z))
+
+
+def sum_in(order: Order, left: list[float], right: list[float]) -> float:
+    """The sum of products in an order, number by number."""
+    add = fused_add() if order.is_fused else rounded_add
+
+    def chain(terms: slice) -> torch.Tensor:
+        total = 0.0
+        for x, y in zip(left[terms], right[terms], strict=True):
+            total = add(x, y, total)
+        return torch.tensor(total)
+
+    if order.block == 0:
+        first, second, third, fourth = (chain(slice(start, None, 4)) for start in range(4))
+        return float((first + third) + (second + fourth))
+    total = torch.tensor(0.0)
+    for start in range(0, len(left), order.block):
+        total += chain(slice(start, start + order.block))
+    return float(total)
+
+
+@pytest.mark.parametrize(
+    ("product", "order"),
+    [
+        (product, order)
+        for product in PRODUCTS
+        for order in ORDERS
+        if order.block or product.is_along_rows
+    ],
+    ids=str,
+)
+def test_a_sum_takes_its_terms_in_the_order(product: Product, order: Order) -> None:
+    outer, inner, columns = 3, 12, 2
+    wide = drawn(outer, inner) if product.is_along_rows else drawn(inner, outer)
+    right = drawn(inner, columns)
+    result = thin.multiply(product, wide, right, order)
+    rows = wide if product.is_along_rows else wide.t()
+    expected = [[sum_in(order, a, b) for b in right.t().tolist()] for a in rows.tolist()]
+    transposed = product is Product.ALONG_COLUMNS_TRANSPOSED
+    assert (result.t() if transposed else result).tolist() == expected
+
+
+@pytest.mark.parametrize(
+    ("product", "dtype", "columns", "outer", "inner"),
+    each_choice(PRODUCTS, DTYPES, [1, 2, 7, 8, 9, 16, 64], [2, 17, 100], [4, 130, 576]),
+)
+def test_a_product_is_torchs(
+    product: Product, dtype: torch.dtype, columns: int, outer: int, inner: int
+) -> None:
+    wide = drawn(*((outer, inner) if product.is_along_rows else (inner, outer)), dtype=dtype)
+    right = drawn(inner, columns)
+    order = thin.order_of(product, outer, inner, columns)
+    result = thin.multiply(product, wide, right, order, scale=0.3)
+    assert torch.equal(result, product.by_torch(wide.float() * 0.3, right))
+
+
+@pytest.mark.parametrize("product", PRODUCTS)
+def test_usual_sizes_have_a_known_order(product: Product) -> None:
+    assert thin.order_of(product, 576, 1024, 8) is not None, "or LoRA is slow on this machine"
+
+
+@pytest.mark.parametrize("product", PRODUCTS)
+def test_where_no_order_is_torchs_torch_computes(
+    product: Product, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(thin, "_ORDERS", [Order(5, is_fused=False)])
+    outer, inner, columns = 35, 41, 8
+    assert thin.order_of(product, outer, inner, columns) is None
+    wide = drawn(*((outer, inner) if product.is_along_rows else (inner, outer)))
+    right = drawn(inner, columns)
+    result = thin.multiply(product, wide, right, None, scale=3)
+    assert torch.equal(result, product.by_torch(wide * 3, right))
+
+
+@pytest.mark.parametrize("threads", [1, 2, 3])
+@pytest.mark.parametrize("rows", [2, 7, 65])
+def test_threads_change_no_bits(rows: int, threads: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(thin, "_WORK_OF_A_THREAD", 100)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
+    left, right = drawn(rows, 8), drawn(8, 700)
+    base = drawn(rows, 700).bfloat16()
+    out = base.clone()
+    with ThreadPoolExecutor(2) as helpers:
+        thin.thin_product(out, left, right, out, scale=0.3, helpers=helpers)
+        assert torch.equal(out, (base + left @ right * 0.3).bfloat16())
+        for product in PRODUCTS:
+            wide = base if product is not Product.ALONG_ROWS else base.t().contiguous()
+            thin_matrix = drawn(wide.shape[product.is_along_rows], 8)
+            order = Order(192, is_fused=True)
+            expected = thin.multiply(product, wide, thin_matrix, order)
+            in_parts = thin.multiply(product, wide, thin_matrix, order, helpers=helpers)
+            assert torch.equal(in_parts, expected)
+
+
+def test_sums_of_another_order_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert thin.sums_in_order(34, 8, 72), "or LoRA is slow on this machine"
+
+    def reversed_sums(out: torch.Tensor, left: torch.Tensor, right: torch.Tensor) -> None:
+        out.copy_(left.flip(1) @ right.flip(0))
+
+    monkeypatch.setattr(thin, "thin_product", reversed_sums)
+    assert not thin.sums_in_order(35, 8, 72)
