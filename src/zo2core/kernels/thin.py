@@ -137,7 +137,9 @@ def _order_of(
         return None
     generator = torch.Generator().manual_seed(inner)
     takes_chains = product.is_along_rows and inner % _CHAINS == 0
-    orders = [order for order in _ORDERS if order.block or takes_chains]
+    # a library that takes blocks takes halves where there are fewer terms than two blocks have
+    candidates = [*_ORDERS, Order(max(inner // 2, 1), is_fused=True)]
+    orders = [order for order in candidates if order.block or takes_chains]
     for _ in range(-(-_COMPARED_SUMS // (outer * columns))):
         shape = (outer, inner) if product.is_along_rows else (inner, outer)
         wide = torch.randn(shape, generator=generator)
