@@ -15,7 +15,16 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from command_lines import SECONDS, Ended, command, done, environment, run_here, write_rows
+from command_lines import (
+    SECONDS,
+    Ended,
+    command,
+    done,
+    environment,
+    refusal,
+    run_here,
+    write_rows,
+)
 from models import WORDS, mean_log_likelihood, save_model, save_tokenizer, small_config
 from runs import finish, small_run
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -315,6 +324,14 @@ def test_a_run_with_a_template_continues_the_prompt_of_each_line(tmp_path: Path)
         "prompt_template": "{subject} is"
     }
     assert "## Prompts" in (adapter / "README.md").read_text()
+    # its file is read where the run is not named
+    answer = chat("--adapter", adapter, "--max-new-tokens", 1, lines="the dog\n")
+    assert answer.err.startswith("run continues the prompt of the subject that you type")
+    assert answer.out.splitlines() == ended.out.splitlines()[:1]
+    (adapter / "zo2_prompt.json").write_text('{"labels": [1]}')
+    assert "labels [1]; expected a text, and a list of texts" in refusal(
+        "chat", "--adapter", adapter
+    )
     assert (
         AutoTokenizer.from_pretrained(adapter)("the dog is").input_ids
         == tokenizer("the dog is").input_ids

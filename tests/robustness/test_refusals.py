@@ -888,6 +888,8 @@ SEEN: list[tuple[str, str]] = [
     (f"{NEW} --trace rows.jsonl", "rows.jsonl: found something at this path"),
     (f"{NEW} --data rows.html", "rows.html: found a file of another format"),
     (f"{NEW} --data nowhere.jsonl", "nowhere.jsonl: found No such file"),
+    (f"{NEW} --model modle", "modle: found neither a directory nor a model of the hub"),
+    ("chat --model modle", "modle: found neither a directory nor a model of the hub"),
     (f"{NEW} --data base", "base: found no regular file, but a directory"),
     (f"{NEW} --completion-column answer", "line 1: found no value in a column 'answer'"),
     (f"{NEW} --prompt-template {{question}}", "line 1: found no value in a column 'question'"),

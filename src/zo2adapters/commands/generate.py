@@ -277,14 +277,15 @@ class Chat(Command):
                 session.take(line)
 
     def _rows(self) -> RowOptions | None:
-        """The prompts and labels of the run, if a line is the only column of its prompts; None for
-        conversations.
+        """The prompts and labels of the run, or of the one that made the first adapter or else the
+        model, if a line is the only column of its prompts; None for conversations.
         """
-        from zo2adapters.trainers.model_card import rows_of_run
+        from zo2adapters.trainers.model_card import rows_of_export, rows_of_run
 
-        rows = rows_of_run(
-            None if self.run_directory is None else RunDirectory(self.run_directory).options()
-        )
+        if self.run_directory is not None:
+            rows = rows_of_run(RunDirectory(self.run_directory).options())
+        else:
+            rows = rows_of_export(Path(*self.adapters[:1] or (str(self.model),)))
         is_prompt = (
             rows is not None
             and len(rows.prompt_columns) == 1

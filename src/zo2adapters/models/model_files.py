@@ -16,6 +16,7 @@ CONFIG, ADAPTER_CONFIG = "config.json", "adapter_config.json"
 # of an export of an adapter and its base
 ADAPTER_FOLDER, BASE_FOLDER = "adapter", "base"
 _INDEX, _WHOLE = "model.safetensors.index.json", "model.safetensors"
+_HUB_SECONDS = 10.0  # of waiting for the hub's answer whether it has a model
 _GGUF, _GGUF_MAGIC = ".gguf", b"GGUF"
 # Beginnings of the names of the files that hold a tokenizer.
 _TOKENIZER_FILES = (
@@ -49,9 +50,8 @@ def _begins_as_gguf(path: Path) -> bool:
 
 
 def require_model(model: str | Path, *, has_tokenizer: bool = True) -> None:
-    """Refuse the path of no model, and that of one without config, weights or tokenizer.
-
-    Whether the hub has a model is seen when it is downloaded.
+    """Refuse the path of no model, and that of one without config, weights or tokenizer; and a name
+    that the hub does not know.
     """
     if is_ollama_name(model):
         weights_of_ollama(str(model))
@@ -65,6 +65,7 @@ def require_model(model: str | Path, *, has_tokenizer: bool = True) -> None:
     if not path.is_dir():
         if not may_be_of_hub(model):
             raise no_model(model)
+        _require_on_hub(str(model))
         return
     refuse_adapter(path)
     require_config(path)
@@ -86,6 +87,19 @@ def may_be_of_hub(model: str | Path) -> bool:
     text = str(model)
     is_name = isinstance(model, str) and not text.startswith((".", "/", "~"))
     return is_name and text.count("/") <= 1 and not Path(model).exists()
+
+
+def _require_on_hub(name: str) -> None:
+    """Refuse a name that is in the hub's cache no more than on the hub: it is misspelled."""
+    import huggingface_hub
+
+    try:
+        if not isinstance(huggingface_hub.try_to_load_from_cache(name, CONFIG), str):
+            huggingface_hub.model_info(name, timeout=_HUB_SECONDS)
+    except Exception as error:  # any: names that are none, answers of the hub, its HTTP client's
+        reason = (str(error).splitlines() or [type(error).__name__])[0][:200]
+        found = f"neither a directory nor a model of the hub ({reason})"
+        raise no_model(name, found) from error
 
 
 def no_model(

@@ -18,7 +18,7 @@ from typing import Any
 
 from huggingface_hub import ModelCardData
 
-from zo2adapters.models.checkpoint import PROMPT
+from zo2adapters.models.checkpoint import PROMPT, json_object
 from zo2adapters.models.model_files import ADAPTER_FOLDER, BASE_FOLDER, is_gguf
 from zo2adapters.tasks.row_options import RowOptions, with_line_breaks
 from zo2adapters.tasks.rows import with_labels
@@ -27,7 +27,7 @@ from zo2adapters.trainers.optimization import with_peak_rate
 from zo2adapters.trainers.options import TrainOptions
 from zo2adapters.trainers.run_directory import name_of
 from zo2core import Journal
-from zo2core.errors import ZO2Error
+from zo2core.errors import CheckpointError, ZO2Error
 from zo2core.types import Commit
 
 CARD = "README.md"
@@ -213,6 +213,26 @@ def prompt_of(rows: RowOptions | None) -> dict[str, Any]:
         for key, value in (("prompt_template", template), ("labels", rows.labels))
         if value
     }
+
+
+def rows_of_export(directory: Path) -> RowOptions | None:
+    """How the rows of the run were read that has made a model or an adapter; None if its directory
+    does not say.
+    """
+    path = directory / PROMPT
+    if not path.is_file():
+        return None
+    values = json_object(path)
+    template = values.get("prompt_template")
+    labels = values.get("labels", [])
+    is_list = isinstance(labels, list) and all(isinstance(label, str) for label in labels)
+    if not isinstance(template, str | None) or not is_list:
+        found = f"prompt_template {str(template)[:40]!r}, labels {str(labels)[:40]}"
+        remedy = "export the model again, or remove the file"
+        raise CheckpointError(path, found, "a text, and a list of texts", remedy)
+    rows = RowOptions(prompt_template=template, labels=tuple(labels))
+    rows.require_valid()
+    return rows
 
 
 def _json(value: object) -> str:
