@@ -103,7 +103,7 @@ REFUSED: list[tuple[str, str]] = [
     ("train --resume nowhere --steps 3", "nowhere: found no readable options.json"),
     (
         "train --method zeroth-order --from-step 3 --output new",
-        "--from-step: found no --resume; expected --resume DIR",
+        "--from-step: found 3; expected --resume. What to do: pass it",
     ),
     ("export --run nowhere --output o", "nowhere: found no readable options.json"),
     ("export --output o", "either --model or --run"),
@@ -126,7 +126,7 @@ REFUSED: list[tuple[str, str]] = [
         for command in ("generate --prompt the", "chat")
         for option in ("--seed 0", "--seed 3", "--top-p 0.5", "--top-p 1")
     ),
-    ("generate --prompt the --model base --seed 3", "expected --temperature with a number above 0"),
+    ("generate --prompt the --model base --seed 3", "expected --temperature. What to do: pass it"),
     ("chat", "--model"),
     ("chat mine --model base", "--model"),
     ("chat mine --adapter lora", "--adapter"),
@@ -153,7 +153,7 @@ REFUSED: list[tuple[str, str]] = [
     (f"{TRAIN} --device gpu", "--device: found 'gpu'"),
     (f"{TRAIN} --device cuda:99", "CUDA device(s)"),
     (f"{TRAIN} --memory much", "--memory: found 'much'"),
-    (f"{TRAIN} --device-memory 8GiB", "--device-memory: found 8GiB with --device cpu"),
+    (f"{TRAIN} --device-memory 8GiB", "--device-memory: found 8GiB; expected --device cuda"),
     *(
         (
             f"{command} --memory {size}",
@@ -443,8 +443,8 @@ UNPLANNED: list[tuple[str, str]] = [
         (f"--report-to {package}", f"{package}: found no such package; expected it installed")
         for package in ("tensorboard", "wandb")
     ),
-    ("--from-step 3", "--from-step: found no --resume"),
-    ("--shots 2", "--shots: found 2 without --task"),
+    ("--from-step 3", "--from-step: found 3; expected --resume"),
+    ("--shots 2", "--shots: found 2; expected --task"),
     ("--split rows", "--split: found rows"),
     ("--runs runs.yaml", "small, --write-back-every: found 3 with --rank"),
 ]

@@ -39,6 +39,9 @@ from zo2core.ranges import EstimatorName, Fitness
 OPTIONS: dict[str, Option] = {
     one.name: one.option for one in declared(Train) if one.option is not None
 }
+OF_RUNS: dict[str, Option] = {
+    one.name: one.option for one in declared(RunOptions) if one.option is not None
+}
 EXCLUDED = [
     (name, other, expected)
     for name, option in OPTIONS.items()
@@ -46,7 +49,7 @@ EXCLUDED = [
 ]
 NEEDED = [
     (name, list(option.needs))
-    for name, option in OPTIONS.items()
+    for name, option in OF_RUNS.items()
     if option.needs and "estimator=mezo" not in option.needs  # the default
 ]
 CHANGED: dict[str, tuple[object, object]] = {  # the value on the command line, and in the options
@@ -157,6 +160,7 @@ OTHER: dict[str, Any] = {  # another value than the default
     "reward": ("length",),
     "reward_memory": "2GiB",
     "state_bits": 8,
+    "top_p": 0.5,
     "transfer_dtype": "bfloat16",
     "write_back_every": 3,
     "write_limit_tb": 1.0,
@@ -168,6 +172,7 @@ INVALID = {
     "activation_memory": "8 cats",
     "memory": "8 cats",
 }
+INVALID |= {"warmup_steps": -1, "weight_decay": -0.1, "temperature": -0.1}
 INVALID |= {"device_memory": "8 cats", "seed": 1 << 70, "samples": -1, "momentum": -0.1}
 
 
@@ -346,7 +351,7 @@ def test_a_recipe_gives_its_options_unless_the_command_line_chooses_another_meth
         assert evaluate._with_options_of_run().rows.too_long == taken
 
 
-@pytest.mark.parametrize("name", [name for name, row in OPTIONS.items() if row.check is not None])
+@pytest.mark.parametrize("name", [name for name, row in OF_RUNS.items() if row.check is not None])
 def test_what_is_out_of_its_range_is_refused_by_name(name: str) -> None:
     method = first_method(name)
     beside = {"lora_rank": 2} if name == "lora_alpha" else {}

@@ -11,11 +11,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
 from zo2adapters.commands.at_step import EXPORT_BYTES, AtStep
-from zo2adapters.commands.options import POSITIONAL, Command, Written
+from zo2adapters.commands.options import POSITIONAL, Command
 from zo2adapters.models.model_files import ADAPTER_FOLDER, BASE_FOLDER, require_model
 from zo2adapters.optional_package import require_package
-from zo2adapters.tasks.option_tree import BOTH
+from zo2adapters.tasks.option_tree import BOTH, Change, Option
 from zo2adapters.trainers.metrics import export_bar, progress_bar
+from zo2adapters.trainers.option_checks import require_valid
 from zo2adapters.trainers.options import DtypeName
 from zo2adapters.trainers.run_directory import JOURNAL, MODEL, OPTIONS
 from zo2core.checkpoint.unused import refuse_used
@@ -102,24 +103,39 @@ class Export(WritesDirectory):
         "memory"
     )
 
-    output_dtype: Annotated[DtypeName, Written(library=("export_dtype",))] = "auto"
+    output_dtype: Annotated[
+        DtypeName,
+        Option(
+            "output",
+            Change.CALL,
+            excludes={
+                "as_adapter": "auto for an adapter, which is float32",
+                "format": "auto with --format gguf, which has --gguf-type",
+                "ollama": "auto for an adapter of llama.cpp",
+            },
+            library=("export_dtype",),
+        ),
+    ] = "auto"
     """Dtype in which weights are written. auto is the dtype in which the run stores them or, in
     mixed precision, the base's.
     """
-    format: Literal["huggingface", "gguf"] = "huggingface"
+    format: Annotated[Literal["huggingface", "gguf"], Option("output", Change.CALL)] = "huggingface"
     """huggingface is a directory that from_pretrained loads. gguf is a directory with a GGUF file
     for llama.cpp, into which a run's adapter is merged, and a Modelfile for ollama.
     """
-    gguf_type: Literal["auto", "F32", "F16", "BF16", "Q8_0"] = "auto"
+    gguf_type: Annotated[
+        Literal["auto", "F32", "F16", "BF16", "Q8_0"],
+        Option("output", Change.CALL, needs=("format=gguf", "ollama")),
+    ] = "auto"
     """Type of the matrices in a GGUF file; vectors are F32. auto is the dtype in which the run
     stores weights, or decodes them.
     """
-    ollama: str | None = None
+    ollama: Annotated[str | None, Option("output", Change.CALL)] = None
     """Name of the run's base in ollama's store, such as llama3.2. Writes llama.cpp's form of the
     run's adapter, and a Modelfile that puts it on this model with its template, parameters, system
     message and license, for ollama create.
     """
-    as_adapter: bool = False
+    as_adapter: Annotated[bool, Option("output", Change.CALL)] = False
     """Write a LoRA adapter instead of a whole model: of a run with --rank in peft's format, with
     --format gguf llama.cpp's form of the run's adapter.
     """
@@ -134,14 +150,7 @@ class Export(WritesDirectory):
 
     def check(self) -> None:
         """Refuse options of the other format."""
-        if not self._writes_gguf and self.gguf_type != "auto":
-            remedy = "pass --format gguf as well, or leave it out"
-            raise OptionError("gguf_type", self.gguf_type, "auto without --format gguf", remedy)
-        if self.output_dtype != "auto" and (self._writes_gguf or self.as_adapter):
-            expected, remedy = "auto for an adapter, which is float32", "leave it out"
-            if self._writes_gguf:
-                expected, remedy = "auto with --format gguf", "pass --gguf-type instead"
-            raise OptionError("output_dtype", self.output_dtype, expected, remedy)
+        require_valid(self, only=("output_dtype", "format", "gguf_type", "ollama", "as_adapter"))
         super().check()
         if self._writes_gguf:
             require_package("gguf", install="zo2core[gguf]")

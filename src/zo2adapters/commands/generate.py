@@ -9,21 +9,23 @@ import math
 import signal
 import sys
 import threading
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, suppress
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Self
 
 from zo2adapters.commands.at_step import AtStep
 from zo2adapters.commands.options import POSITIONAL, Command, Written
+from zo2adapters.tasks.option_tree import Change, Option, number, whole
 from zo2adapters.tasks.row_options import RowOptions, with_line_breaks
 from zo2adapters.trainers.metrics import progress_bar, sweep_bars
+from zo2adapters.trainers.option_checks import require_valid
 from zo2adapters.trainers.options import Batching, ModelOptions, Resources, RunModelOptions
 from zo2adapters.trainers.run_directory import JOURNAL, RunDirectory, name_of
 from zo2core.errors import DataError, NonFiniteLossError, OptionError, without_effect
-from zo2core.ranges import counted, require_whole
+from zo2core.ranges import LARGEST_WHOLE, counted, require_whole
 
 if TYPE_CHECKING:
     from zo2adapters.models.hf import HFBlockModel
@@ -39,26 +41,17 @@ _UNFINISHED = "\N{REPLACEMENT CHARACTER}"
 class SamplingOptions:
     """How tokens are chosen."""
 
-    temperature: float = 0.0
+    temperature: Annotated[float, Option("output", Change.CALL, check=number(least=0))] = 0.0
     """Temperature at which tokens are sampled; 0 takes the likeliest token."""
-    top_p: float = 1.0
+    top_p: Annotated[
+        float,
+        Option("output", Change.CALL, check=number(above=0, most=1), needs=("temperature",)),
+    ] = 1.0
     """Probability mass of the likeliest tokens that are sampled from."""
-    seed: int = 0
+    seed: Annotated[
+        int, Option("output", Change.CALL, check=whole(-LARGEST_WHOLE), needs=("temperature",))
+    ] = 0
     """Seed of the sampling: of all continuations, or of each answer of a chat."""
-
-    def require_effect(self, given: Collection[str]) -> None:
-        """Refuse options of sampling where the likeliest token is taken.
-
-        Args:
-            given: Names of options that were given, whatever their values are.
-        """
-        if self.temperature:
-            return
-        for option in fields(self):
-            value = getattr(self, option.name)
-            if option.name != "temperature" and (option.name in given or value != option.default):
-                found = f"{value} with a temperature of 0, which takes the likeliest token"
-                raise without_effect(option.name, found, "--temperature with a number above 0")
 
     def chosen(self) -> Sampling | None:
         """How tokens are sampled; None takes the likeliest."""
@@ -101,7 +94,7 @@ class Generate(AtStep):
     def check(self) -> None:
         """Refuse what can be refused before anything is opened."""
         super().check()
-        self.sampling.require_effect(self.given)
+        require_valid(self.sampling, given=self.given)
 
     def run(self) -> None:
         """Print each prompt with its continuation."""
@@ -259,7 +252,7 @@ class Chat(Command):
     def check(self) -> None:
         """Refuse what can be refused before anything is opened."""
         require_whole("max_new_tokens", self.max_new_tokens, 1)
-        self.sampling.require_effect(self.given)
+        require_valid(self.sampling, given=self.given)
         for name, variant in self._variants().items():
             if name != _BASE or not self.adapters:  # else an adapter may name the base
                 variant.check()

@@ -125,7 +125,6 @@ class Written(NamedTuple):
 
     name: str | None = None
     aliases: tuple[str, ...] = ()  # further names, with hyphens
-    library: tuple[str, ...] = ()  # what the library's errors call it
 
 
 Values: TypeAlias = Mapping[str, Any]  # of options, by field
@@ -144,7 +143,6 @@ class OptionField(NamedTuple):
     aliases: tuple[str, ...] = ()  # further names, with hyphens
     is_positional: bool = False
     option: Option | None = None  # what is declared beside it; None: it is no option of a run
-    library: tuple[str, ...] = ()  # what the library's errors call it, if it is no option of a run
 
     @property
     def flags(self) -> tuple[str, ...]:
@@ -205,7 +203,6 @@ def _fields(command: Any) -> Iterator[OptionField]:
             aliases=written.aliases,
             is_positional=POSITIONAL in one.marks,
             option=one.option,
-            library=written.library,
         )
 
 
@@ -871,9 +868,8 @@ def error_line(error: ZO2Error, command: Any) -> str:
 def _flags_of(listed: Sequence[OptionField]) -> dict[str, str]:
     """Options as flags, by their names, those of their fields, and the library's."""
     flags = {name: option.flag for option in listed for name in (option.name, option.field)}
-    return flags | {
-        name: one.flag for one in listed if one.option is not None for name in one.option.library
-    }
+    rows = ((one.flag, row) for one in listed for row in (one.option, OPTIONS.get(one.name)))
+    return flags | {name: flag for flag, row in rows if row is not None for name in row.library}
 
 
 def _option_of(key: str) -> str:

@@ -30,9 +30,10 @@ from zo2adapters.commands.options import (
     text_table,
     with_given,
 )
-from zo2adapters.tasks.option_tree import Change, Option, declared, filled, flag
+from zo2adapters.tasks.option_tree import Change, Option, declared, filled, flag, whole
 from zo2adapters.tasks.registry import function_file
 from zo2adapters.trainers.metrics import criterion, losses_of
+from zo2adapters.trainers.option_checks import require_valid
 from zo2adapters.trainers.options import (
     Execution,
     RunOptions,
@@ -107,7 +108,9 @@ class Train(RunOptions, Command):
     Its rows are written to DIR.rows, the model is scored, trained with --keep-best, and scored
     again. zo2 rows lists the benchmarks, and writes the rows alone.
     """
-    shots: Annotated[int | None, Option("output", Change.CALL)] = None
+    shots: Annotated[int | None, Option("output", Change.CALL, needs=("task",), check=whole(0))] = (
+        None
+    )
     """With --task: number of solved examples before each prompt in one more evaluation before
     training.
     """
@@ -123,7 +126,9 @@ class Train(RunOptions, Command):
     is constant; else a new run with --adapter RUN/model goes on from its adapter. --model and
     --data name moved files.
     """
-    from_step: Annotated[int | None, Option("output", Change.CALL, is_shared=True)] = None
+    from_step: Annotated[
+        int | None, Option("output", Change.CALL, is_shared=True, needs=("resume",), check=whole(0))
+    ] = None
     """Step to branch from: --output gets a new run, which starts with the steps before this one of
     the run in --resume. It may have other --steps, --lr and the like. This is how steps are undone.
     """
@@ -294,10 +299,12 @@ class Train(RunOptions, Command):
     def _require_consistent(self) -> None:
         """Refuse options of the command that contradict each other, or miss another one."""
         self.worker_options.require_workers()
-        if self.from_step is not None and self.resume is None:
-            raise OptionError(
-                "from_step", "no --resume", "--resume DIR", "pass the run to branch from"
-            )
+        of_command = {
+            one.name
+            for one in declared(self)
+            if one.option is not None and one.option.change is Change.CALL
+        }
+        require_valid(self, given=self.given, only=of_command)
         if self.runs is not None:
             self._require_for_runs()
         elif self.task is not None:
@@ -312,8 +319,6 @@ class Train(RunOptions, Command):
             assert self.output is not None
             require_free(self.output)
             require_device(self.storage.device)
-        else:
-            self._require_none("shots", beside="without --task", expected="")
 
     def _require_for_runs(self) -> None:
         """Refuse options that several runs at once cannot have, or do not have."""

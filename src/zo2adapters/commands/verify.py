@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import sys
 from dataclasses import dataclass, field
-from typing import ClassVar, Literal, TypeAlias
+from typing import Annotated, ClassVar, Literal, TypeAlias
 
 from zo2adapters.commands.options import Command
 from zo2adapters.models.model_files import require_model
-from zo2adapters.tasks.option_tree import MOST_ROWS
+from zo2adapters.tasks.option_tree import MOST_ROWS, Option, whole
 from zo2adapters.trainers.optimization import StepSize, optimizer_of
+from zo2adapters.trainers.option_checks import require_valid
 from zo2adapters.trainers.options import AdapterOptions, ModelOptions
-from zo2core.errors import without_effect
 from zo2core.ranges import LARGEST_WHOLE, counted, require_whole
 
 VerifiedName: TypeAlias = Literal["mezo", "lora", "adamw", "sgd", "lomo", "adalomo", "badam"]
@@ -32,16 +32,16 @@ class Verify(Command):
     The model is held in memory twice.
     """
     model_options: ModelOptions = field(default_factory=ModelOptions)
-    method: VerifiedName = "mezo"
+    method: Annotated[VerifiedName, Option("method")] = "mezo"
     """Steps to compare: mezo's with MeZO on the whole model, those of the others, of an adapter or
     of all parameters, with transformers, peft and torch.optim.
     """
     adapter_options: AdapterOptions = field(default_factory=AdapterOptions)
-    steps: int = 3
+    steps: Annotated[int, Option("schedule", check=whole(1))] = 3
     """Steps to take block by block and on the whole model."""
-    batch_size: int = 2
+    batch_size: Annotated[int, Option("data", check=whole(1, MOST_ROWS))] = 2
     """Rows of a batch; their tokens are random."""
-    tokens: int = 32
+    tokens: Annotated[int, Option("data", check=whole(2))] = 32
     """Tokens of a row."""
     step_size: StepSize = field(default_factory=lambda: StepSize(lr=1e-4, weight_decay=0.1))
     seed: int = 0
@@ -49,15 +49,10 @@ class Verify(Command):
 
     def check(self) -> None:
         """Refuse what can be refused before anything is opened."""
-        require_whole("steps", self.steps, 1)
-        require_whole("batch_size", self.batch_size, 1, MOST_ROWS)
-        require_whole("tokens", self.tokens, 2)
+        require_valid(self, given=self.given)
         require_whole("seed", self.seed, 0, LARGEST_WHOLE - self.steps)
         self.adapter_options.require_valid()
         self.adapter_options.require_method(self.method)
-        if optimizer_of(self.method) is not None and "zo_eps" in self.given:
-            found = f"{self.step_size.zo_eps:g} with --method {self.method}"
-            raise without_effect("zo_eps", found, "none, because gradients perturb nothing")
         self.step_size.require_sane()
         require_model(self.model, has_tokenizer=False)
 

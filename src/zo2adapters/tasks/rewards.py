@@ -102,9 +102,13 @@ class RewardOptions:
 
     Each takes a pass over the blocks, for all rows together.
     """
-    temperature: Annotated[float, Option("method", effect=ZEROTH, needs=("reward",))] = 0.0
+    temperature: Annotated[
+        float, Option("method", effect=ZEROTH, needs=("reward",), check=number(least=0))
+    ] = 0.0
     """With --reward: temperature at which completions are sampled; 0 takes the likeliest token."""
-    top_p: Annotated[float, Option("method", effect=ZEROTH, needs=("reward",))] = 1.0
+    top_p: Annotated[
+        float, Option("method", effect=ZEROTH, needs=("reward",), check=number(above=0, most=1))
+    ] = 1.0
     """With --reward: probability mass of the likeliest tokens that are sampled from."""
     reward_seconds: Annotated[
         float,

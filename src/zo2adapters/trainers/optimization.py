@@ -175,7 +175,7 @@ class StepSize(PerturbationScale):
     """With --method lora+lomo: peak learning rate of the base, by LOMO, such as 1e-3; --lr is that
     of the adapter. Both decay alike.
     """
-    weight_decay: Annotated[float, Option("schedule", Change.BRANCH)] = 0.0
+    weight_decay: Annotated[float, Option("schedule", Change.BRANCH, check=number(least=0))] = 0.0
     """Weight decay of the optimizer, for all trained parameters.
 
     That of zeroth-order steps is MeZO's, which leaves out biases and layer norms.
@@ -287,6 +287,7 @@ class ZerothOrderSteps(StepMethod, PerturbationScale):
                 "perturbation",
                 "perturbation.rank",
             ),
+            check=whole(1),
         ),
     ] = None
     """Perturb by directions of this rank, such as 8, without changing the weights: they are only
@@ -294,12 +295,25 @@ class ZerothOrderSteps(StepMethod, PerturbationScale):
     directions have full rank and perturb the weights.
     """
     period: Annotated[
-        int, Option("method", effect=ESTIMATED, needs=("rank",), library=("perturbation.period",))
+        int,
+        Option(
+            "method",
+            effect=ESTIMATED,
+            needs=("rank",),
+            library=("perturbation.period",),
+            check=whole(1),
+        ),
     ] = 100
     """With --rank: steps after which the factor that consecutive directions share is drawn anew."""
     stack: Annotated[
         int | None,
-        Option("method", effect=ESTIMATED, needs=("rank",), library=("perturbation.stack",)),
+        Option(
+            "method",
+            effect=ESTIMATED,
+            needs=("rank",),
+            library=("perturbation.stack",),
+            check=whole(1),
+        ),
     ] = None
     """With --rank: largest number of evaluations that run as one batch, by default all of a step.
 
@@ -325,9 +339,19 @@ class ZerothOrderSteps(StepMethod, PerturbationScale):
     With --queries the rows are divided among so many directions. With --rank all rows run as one
     batch.
     """
-    clip_grad: Annotated[float | None, Option("method", Change.BRANCH, ZEROTH)] = None
+    clip_grad: Annotated[
+        float | None, Option("method", Change.BRANCH, ZEROTH, check=number(above=0))
+    ] = None
     """Clip projected gradients, those of zeroth-order steps, to this absolute value."""
-    clip_median: Annotated[float | None, Option("method", Change.BRANCH, ZEROTH)] = None
+    clip_median: Annotated[
+        float | None,
+        Option(
+            "method",
+            Change.BRANCH,
+            ZEROTH,
+            check=number(least=1, remedy="choose `clip_median` such as 3"),
+        ),
+    ] = None
     """Clip projected gradients to this multiple, at least 1, of the median of the last 50 absolute
     values.
     """
@@ -588,7 +612,9 @@ class Optimization(FirstOrderSteps, ZerothOrderSteps, StepSize):
         Decay.CONSTANT
     )
     """Shape of the learning rate's decay after the warm-up."""
-    warmup_steps: Annotated[int, Option("schedule", Change.BRANCH, elsewhere=("warmup_ratio",))] = 0
+    warmup_steps: Annotated[
+        int, Option("schedule", Change.BRANCH, elsewhere=("warmup_ratio",), check=whole(0))
+    ] = 0
     """Steps over which the learning rate rises linearly."""
     stream_blocks: Annotated[bool, Option("method", effect=FULL)] = False
     """With a first-order --method and no adapter: stream blocks from disk, for a model that is

@@ -27,7 +27,9 @@ class _Asked(NamedTuple):
     changed: Mapping[str, str]  # values that are not the default, as text
 
 
-def require_valid(options: object, *, given: Collection[str] = ()) -> None:
+def require_valid(
+    options: object, *, given: Collection[str] = (), only: Collection[str] | None = None
+) -> None:
     """Refuse what is declared beside the options: values out of range, options without an effect,
     and options that exclude each other.
 
@@ -35,8 +37,13 @@ def require_valid(options: object, *, given: Collection[str] = ()) -> None:
         options: The options.
         given: Names of options that were given, and so should have an effect; those with another
             value than the default were.
+        only: Names of the options that are checked; None: all.
     """
-    of_run = {one.name: one.option for one in declared(options) if one.option is not None}
+    of_run = {
+        one.name: one.option
+        for one in declared(options)
+        if one.option is not None and (only is None or one.name in only)
+    }
     values = {name: value for name, value, _ in leaves(options) if name in of_run}
     changed = {
         name: shown(value)
@@ -68,7 +75,9 @@ def _require_compatible(asked: _Asked) -> None:
             raise OptionError(name, found, expected, "leave one of the two out")
 
 
-_OFF = (None, False, ())  # values by which an option is left out
+def _is_off(value: object) -> bool:
+    """Whether an option is left out by a value."""
+    return value is None or value is False or value == ()
 
 
 def _require_effect(asked: _Asked, given: Collection[str]) -> None:
@@ -81,7 +90,7 @@ def _require_effect(asked: _Asked, given: Collection[str]) -> None:
     wanted = {
         name: shown(value)
         for name, value in asked.values.items()
-        if name in asked.changed or (name in given and value not in _OFF)
+        if name in asked.changed or (name in given and not _is_off(value))
     }
     if "method" in asked.values:
         _require_method(asked, wanted)

@@ -66,7 +66,6 @@ from zo2core.ranges import (
     LARGEST_WHOLE,
     OF_ADAPTERS,
     MatmulPrecision,
-    require_number,
     require_whole,
 )
 
@@ -831,7 +830,6 @@ class RunOptions(Seeded):
             return
         method, lr = self.optimization.method, self.optimization.lr
         self.model_options.require_method(method)
-        require_number("weight_decay", self.optimization.weight_decay, least=0)
         expected = f"a learning rate for {method}, which has none by default"
         no_base_lr = self.optimization.trains_both and self.optimization.base_lr is None
         refuse(
