@@ -246,10 +246,13 @@ REFUSED: list[tuple[str, str]] = [
     ),
     (
         f"{ADAPTER} --method lomo",
-        "--method: found lomo with lora.json; expected lora, adamw or sgd for an",
+        "--adapter: found lora.json with --method lomo; expected a --method that trains an adapter",
     ),
     *(
-        (f"{command} --method badam --adapter lora.json", "--method: found badam with lora.json")
+        (
+            f"{command} --method badam --adapter lora.json",
+            "--adapter: found lora.json with --method badam",
+        )
         for command in (PLAN, VERIFY)
     ),
     (
@@ -269,7 +272,7 @@ REFUSED: list[tuple[str, str]] = [
     (f"{LORA_RANK} --lora-targets c_attn", "Target modules {'c_attn'} not found"),
     (f"{LORA_RANK} --snapshot-every 2", "--lora-rank: found --snapshot-every"),
     (f"{LORA_RANK} --adapter-frozen lora_C", "--adapter-frozen"),
-    (f"{LORA_RANK} --method lomo", "--method: found lomo with LoRA of rank 2"),
+    (f"{LORA_RANK} --method lomo", "--lora-rank: found 2 with --method lomo"),
     *((f"{command} --lora-targets q_proj", "--lora-targets") for command in (PLAN, VERIFY, TUNE)),
     (f"{EVALUATE} --lora-rank 2", "--lora-rank: found 2"),
     (f"{EVALUATE} --lora-rank 2", "pass --run or --adapter DIR"),
@@ -373,7 +376,7 @@ REFUSED: list[tuple[str, str]] = [
         (f"{TUNE} {more}", more.split()[0])
         for more in ("--lr 1e-5", "--steps 5", "--forwards 0", "--evaluation rows.jsonl")
     ),
-    (f"{TUNE} --lr auto", "--lr: found 'auto'"),
+    (f"{TUNE} --lr auto", "--lr: found auto"),
     (f"{TUNE} --method adamw --adapter lora.json --zo-eps-to-try 1e-3", "--zo-eps-to-try"),
     # Names of other tools, and near misses
     *(

@@ -699,6 +699,10 @@ REFUSED: list[tuple[Callable[[Path, Path], object], str]] = [
         "rewind: found a run of adamw; expected a run of zeroth-order steps",
     ),
     (
+        lambda base, run: full(base, run, method="lora+lomo"),
+        r"method: found lora\+lomo; expected a method with one optimizer",
+    ),
+    (
         lambda base, run: full(base, run, method="lomo", optim="sgd"),
         "optim: found .*sgd.*lomo is the optimizer",
     ),

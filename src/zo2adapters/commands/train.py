@@ -877,23 +877,11 @@ class Tune(RunOptions, Command):
     def check(self) -> None:
         """Refuse what can be refused before anything is opened."""
         require_whole("forwards", self.forwards, 1)
-        for option, value, default, expected, remedy in (
-            ("lr", self.optimization.lr, None, "none", "pass --learning-rates"),
-            (
-                "steps",
-                self.steps,
-                RunOptions().steps,
-                "no --steps, because --forwards sets the budget",
-                "leave it out",
-            ),
-        ):
-            if value != default or option in self.given:
-                raise OptionError(option, repr(value), expected, remedy)
+        require_tunable(self, self.zo_eps_to_try, given=self.given)
         options = self.of_run(model=self.model, data=self.data, output=self.output)
         options = options.with_rate("auto")  # each trial has its own
         options.require_valid(given=self.given)
         options.require_packages()
-        require_tunable(options, self.zo_eps_to_try)
         require_files(options)
         require_device(options.storage.device)
         if torchrun_rank() is None and not (self.output / CHOICE).exists():

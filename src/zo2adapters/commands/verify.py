@@ -52,7 +52,6 @@ class Verify(Command):
         require_valid(self, given=self.given)
         require_whole("seed", self.seed, 0, LARGEST_WHOLE - self.steps)
         self.adapter_options.require_valid()
-        self.adapter_options.require_method(self.method)
         self.step_size.require_sane()
         require_model(self.model, has_tokenizer=False)
 

@@ -276,6 +276,8 @@ def kind_of(given: MethodArguments, *, has_adapter: bool) -> Kind:
     """What a method trains of a model, with an adapter or without one."""
     if given.optimizer is None:
         return Kind.ZEROTH_ORDER
+    both = "a method with one optimizer; zo2 train trains an adapter and the base under it"
+    refuse(Refusal(given.trains_both, "method", given.method, both, "pass lora, or lomo"))
     if has_adapter and given.optimizer not in OF_ADAPTERS:
         expected = f"lora, or {' or '.join(OF_ADAPTERS)}, for an adapter"
         raise OptionError("method", given.method, expected, "leave the adapter out, or pass lora")

@@ -34,6 +34,7 @@ from typing import (
 from zo2core.errors import OptionError
 from zo2core.ranges import (
     LARGEST_WHOLE,
+    OF_ADAPTERS,
     OptimizerName,
     parse_size,
     require_number,
@@ -92,6 +93,10 @@ FULL_ADAMW = Effect("--method adamw and no adapter", ("adamw",), of_adapters=Fal
 SGD = Effect("--method sgd", ("sgd",))
 BADAM = Effect("--method badam", ("badam",))
 OF_BOTH = Effect(f"--method {BOTH}", (BOTH,))
+_OF_ADAPTERS: tuple[MethodName, ...] = ("lora", *OF_ADAPTERS, *ZEROTH_ORDER)
+ADAPTERS = Effect("a --method that trains an adapter, such as lora", (*_OF_ADAPTERS, BOTH))
+ADAPTERS_ALONE = Effect("a --method that trains an adapter alone, such as lora", _OF_ADAPTERS)
+
 
 Section: TypeAlias = Literal[
     "model", "data", "method", "schedule", "memory", "evaluation", "output"
@@ -113,6 +118,7 @@ class Option(NamedTuple):
     needs: tuple[str, ...] = ()
     # options that it excludes, and what it needs instead of each
     excludes: Mapping[str, str] = MappingProxyType({})
+    untried: str = ""  # why trials of learning rates do not have it; empty: they have it
     is_shared: bool = False  # whether several runs of one base have it in common
     decides: bool = False  # whether effects of other options depend on it
     elsewhere: tuple[str, ...] = ()  # what other trainers call it

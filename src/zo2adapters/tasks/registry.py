@@ -96,8 +96,12 @@ def require_task(
     first = tasks[0]
     for option, value in used.items():
         if value not in (None, False) and not any(option in task.options for task in tasks):
-            expected = _either(task.name for task in TASKS if option in task.options)
+            supporting = [task for task in TASKS if option in task.options]
+            expected = _either(task.name for task in supporting)
             found = f"the objective {first.name}"
+            if any(task.name == first.name for task in supporting):  # then the rows decide
+                found += f" for rows with {first.rows.value}"
+                expected += f" for rows with {_either(task.rows.value for task in supporting)}"
             raise OptionError(option, found, f"the objective {expected}", "leave it out")
     if differentiates and not any(task.has_gradient for task in tasks):
         raise _without_gradient(first.name, rows)

@@ -71,6 +71,11 @@ def optimizer_of(method: MethodName) -> OptimizerName | None:
     return None if method == "mezo" or method == "zeroth-order" else method
 
 
+_CONSTANT = (
+    "constant, because the best trial is continued, and a schedule that ends cannot be lengthened"
+)
+
+
 class Decay(Enum):
     """Shape of the learning rate's decay after the warm-up."""
 
@@ -162,7 +167,13 @@ class StepSize(PerturbationScale):
 
     lr: Annotated[
         float | Literal["auto"] | None,
-        Option("schedule", Change.BRANCH, check=number(above=0), library=("peak",)),
+        Option(
+            "schedule",
+            Change.BRANCH,
+            check=number(above=0),
+            library=("peak",),
+            untried="none: --learning-rates names those to try",
+        ),
     ] = None
     """Peak learning rate; auto tries several in short runs before the first step.
 
@@ -608,9 +619,10 @@ class FirstOrderSteps(BlockUpdates):
 class Optimization(FirstOrderSteps, ZerothOrderSteps, StepSize):
     """How a step moves the weights."""
 
-    decay: Annotated[Decay, Option("schedule", Change.BRANCH, elsewhere=("lr_scheduler_type",))] = (
-        Decay.CONSTANT
-    )
+    decay: Annotated[
+        Decay,
+        Option("schedule", Change.BRANCH, elsewhere=("lr_scheduler_type",), untried=_CONSTANT),
+    ] = Decay.CONSTANT
     """Shape of the learning rate's decay after the warm-up."""
     warmup_steps: Annotated[
         int, Option("schedule", Change.BRANCH, elsewhere=("warmup_ratio",), check=whole(0))

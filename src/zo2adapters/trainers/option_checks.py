@@ -108,7 +108,8 @@ def _require_method(asked: _Asked, wanted: Mapping[str, str]) -> None:
     for name, value in wanted.items():
         effect = asked.declared[name].effect
         if not effect.applies(method, trains_adapter=trains_adapter):
-            beside = " and an adapter" if trains_adapter and method != "lora" else ""
+            alone = trains_adapter and effect.applies(method, trains_adapter=False)
+            beside = " and an adapter" if alone else ""
             found = f"{value} with --method {method}{beside}"
             raise _without_effect(name, found, effect, method)
 

@@ -25,6 +25,8 @@ from typing import (
 from zo2adapters.models.model_files import saved_model
 from zo2adapters.optional_package import optional_package, require_package
 from zo2adapters.tasks.option_tree import (
+    ADAPTERS,
+    ADAPTERS_ALONE,
     BOTH,
     MOST_ROWS,
     WRITES,
@@ -40,6 +42,7 @@ from zo2adapters.tasks.option_tree import (
     leaves,
     number,
     refuse,
+    shown,
     size,
     whole,
 )
@@ -58,13 +61,11 @@ from zo2adapters.trainers.optimization import (
     Decay,
     LearningRate,
     Optimization,
-    optimizer_of,
 )
 from zo2adapters.trainers.option_checks import require_valid
 from zo2core.errors import OptionError, without_effect
 from zo2core.ranges import (
     LARGEST_WHOLE,
-    OF_ADAPTERS,
     MatmulPrecision,
     require_whole,
 )
@@ -85,14 +86,21 @@ LORA_RANK = 8  # by default
 class AdapterOptions:
     """The adapter that is trained instead of the weights."""
 
-    adapter: Annotated[Path | None, Option("model", Change.MOVED, decides=True)] = None
+    adapter: Annotated[
+        Path | None, Option("model", Change.MOVED, decides=True, effect=ADAPTERS)
+    ] = None
     """peft adapter (LoRA, DoRA, prefix tuning) to train instead of the weights, which are then only
     read, unless --method lora+lomo trains them, too. Pass a directory with a saved adapter, or an
     adapter_config.json as peft writes it to start a new one. Exports are adapters.
     """
     adapter_frozen: Annotated[
         tuple[str, ...],
-        Option("model", needs=("adapter", "lora_rank"), library=("adapter.frozen",)),
+        Option(
+            "model",
+            needs=("adapter", "lora_rank"),
+            library=("adapter.frozen",),
+            effect=ADAPTERS_ALONE,
+        ),
     ] = ()
     """With an adapter: parameters whose names contain one of these parts are not trained, such as
     lora_A for LoRA-FA.
@@ -109,13 +117,15 @@ class AdapterOptions:
             },
             elsewhere=("lora_r",),
             decides=True,
+            effect=ADAPTERS,
         ),
     ] = None
     """Train a new LoRA adapter of this rank, peft's LoraConfig(r=8). --adapter takes other configs.
     By default 8 with --method lora or lora+lomo, and no adapter with other methods.
     """
     lora_targets: Annotated[
-        tuple[str, ...], Option("model", needs=("lora_rank",), elsewhere=("target_modules",))
+        tuple[str, ...],
+        Option("model", needs=("lora_rank",), elsewhere=("target_modules",), effect=ADAPTERS),
     ] = ()
     """With --lora-rank: names of the layers that get an adapter, such as q_proj v_proj.
 
@@ -124,7 +134,9 @@ class AdapterOptions:
     refuses are left out. auto experts is these and the experts. all-linear is what peft makes of
     it: of some mixtures the experts, too.
     """
-    lora_alpha: Annotated[int | None, Option("model", check=whole(1), needs=("lora_rank",))] = None
+    lora_alpha: Annotated[
+        int | None, Option("model", check=whole(1), needs=("lora_rank",), effect=ADAPTERS)
+    ] = None
     """With --lora-rank: peft's lora_alpha, which scales the adapter by alpha / rank.
 
     By default twice the rank.
@@ -170,28 +182,6 @@ class AdapterOptions:
                 f"write {others}",
             ),
         )
-
-    def require_method(self, method: MethodName) -> None:
-        """Refuse a method that does not train adapters beside one."""
-        optimizer = optimizer_of(method)
-        trains_base = method == BOTH
-        refuse(
-            Refusal(
-                trains_base and bool(self.adapter_frozen),
-                "adapter_frozen",
-                f"{' '.join(self.adapter_frozen)} with --method {BOTH}",
-                f"none with {BOTH}, which trains all of the adapter and of the base",
-            )
-        )
-        if trains_base or not self.trains_adapter or optimizer is None:
-            return
-        if optimizer not in OF_ADAPTERS:
-            found = f"{method} with {self.adapter_name}"
-            expected = (
-                f"lora, {' or '.join(OF_ADAPTERS)} for an adapter; {method} trains all parameters"
-            )
-            remedy = "leave the adapter out, or pass --method lora"
-            raise OptionError("method", found, expected, remedy)
 
     def of_method(self, method: MethodName) -> Self:
         """The options with the adapter that the method trains if none is named."""
@@ -309,7 +299,17 @@ class ModelOptions:
 class RunModelOptions(AdapterOptions, ModelOptions):
     """How the checkpoint of a run is opened."""
 
-    transfer_dtype: Annotated[TransferName, Option("model", effect=ZEROTH)] = "stored"
+    transfer_dtype: Annotated[
+        TransferName,
+        Option(
+            "model",
+            effect=ZEROTH,
+            excludes={
+                "adapter": "stored: the base is only read",
+                "lora_rank": "stored: the base is only read",
+            },
+        ),
+    ] = "stored"
     """Dtype in which the layers' matrices are transferred to a GPU in mixed precision.
 
     With fewer bits the host replays updates and nothing is transferred back. With -back the
@@ -592,11 +592,14 @@ class Seeded:
     """Seed of the order of rows, of random directions, and of the first values of a new adapter."""
 
 
+_APART = "no evaluation, because trials are compared by their training losses"
+
+
 @dataclass(frozen=True, kw_only=True)
 class RunOptions(Seeded):
     """Optional settings of a fine-tuning run."""
 
-    evaluation: Annotated[Path | None, Option("evaluation", Change.MOVED)] = None
+    evaluation: Annotated[Path | None, Option("evaluation", Change.MOVED, untried=_APART)] = None
     """File to evaluate on, before the first step and after the last one."""
     eval_split: Annotated[
         float | None,
@@ -604,6 +607,7 @@ class RunOptions(Seeded):
             "evaluation",
             check=number(above=0, below=1, remedy="pass a share such as 0.1"),
             excludes={"evaluation": "one source of rows to evaluate on"},
+            untried=_APART,
         ),
     ] = None
     """Share of the training rows, such as 0.1, that is evaluated on instead of trained on."""
@@ -616,6 +620,7 @@ class RunOptions(Seeded):
             needs=("evaluation", "eval_split"),
             elsewhere=("eval_steps",),
             library=("evaluated_every",),
+            untried=_APART,
         ),
     ] = None
     """Steps between two evaluations."""
@@ -666,6 +671,7 @@ class RunOptions(Seeded):
                 "num_epochs",
                 "num_train_epochs",
             ),
+            untried="none: --forwards sets the budget",
         ),
     ] = 1000
     """Training steps.
@@ -829,7 +835,6 @@ class RunOptions(Seeded):
             self.optimization.require_consistent()
             return
         method, lr = self.optimization.method, self.optimization.lr
-        self.model_options.require_method(method)
         expected = f"a learning rate for {method}, which has none by default"
         no_base_lr = self.optimization.trains_both and self.optimization.base_lr is None
         refuse(
@@ -1035,28 +1040,26 @@ def require_shareable(options: TrainOptions) -> None:
         )
 
 
-_CONSTANT = (
-    "constant, because the best trial is continued, and a schedule that ends cannot be lengthened"
-)
-
-
-def require_tunable(options: TrainOptions, zo_eps: Sequence[float] = ()) -> None:
+def require_tunable(
+    options: RunOptions, zo_eps: Sequence[float] = (), *, given: Collection[str] = ()
+) -> None:
     """Refuse options that trials of learning rates, and of these scales of perturbations, do not
     have.
+
+    Args:
+        options: The options.
+        zo_eps: The scales.
+        given: Names of options that were given, whatever their values are.
     """
-    decay = options.optimization.decay
-    perturbs = options.optimization.optimizer is None
-    perturbed = "" if perturbs else ", ".join(map(str, zo_eps))
-    apart = "no evaluation, because trials are compared by their training losses"
-    for option, found, expected in (
-        ("evaluation", options.evaluation, apart),
-        ("eval_split", options.eval_split, apart),
-        ("evaluate_every", options.evaluate_every, apart),
-        ("decay", None if decay is Decay.CONSTANT else decay.value, _CONSTANT),
-        ("zo_eps_to_try", perturbed or None, "none with first-order steps, which perturb nothing"),
-    ):
-        if found is not None:
-            raise without_effect(option, found, expected)
+    untried = {one.name: one.option.untried for one in declared(options) if one.option is not None}
+    if isinstance(options, TrainOptions):  # in which both have a value whatever was given
+        untried |= {"lr": "", "steps": ""}
+    for name, value, default in leaves(options):
+        if untried.get(name) and (name in given or value != default):
+            raise without_effect(name, shown(value), untried[name])
+    if zo_eps and options.optimization.optimizer is not None:
+        expected = "none with first-order steps, which perturb nothing"
+        raise without_effect("zo_eps_to_try", ", ".join(map(str, zo_eps)), expected)
 
 
 def _value(value: Any, hint: Any, name: str) -> Any:
