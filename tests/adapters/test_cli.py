@@ -261,7 +261,7 @@ def test_help_says_what_an_option_takes_and_what_it_is_by_default() -> None:
     for expected in (
         "  --model TEXT",
         "  --steps INT",
-        "  --method lora|adamw|sgd|lomo|adalomo|badam|mezo|zeroth-order",
+        "  --method lora|lora+lomo|adamw|sgd|lomo|adalomo|badam|mezo|zeroth-order",
         "  --write-limit-tb FLOAT",
     ):
         assert expected in lines
@@ -277,7 +277,7 @@ def test_help_says_what_an_option_takes_and_what_it_is_by_default() -> None:
         "  --model TEXT",
         "  --data PATH",
         "  --output PATH",
-        "  --method lora|adamw|sgd|lomo|adalomo|badam|mezo|zeroth-order",
+        "  --method lora|lora+lomo|adamw|sgd|lomo|adalomo|badam|mezo|zeroth-order",
     ]
     assert "(LoRA, DoRA, prefix tuning)" in " ".join(train.split())
     assert "VeRA" not in train

@@ -133,8 +133,8 @@ def test_blocks_are_brought_and_never_taken_or_written_back(tmp_path: Path) -> N
         ({"config": lora(modules_to_save=["mlp"])}, "adapter.modules_to_save"),
         ({"config": lora(init_lora_weights="olora")}, "adapter.init_lora_weights"),
         (
-            {"config": peft.VeraConfig(target_modules=["q_proj"])},
-            "adapter: found VERA; expected one of LORA, ",
+            {"config": peft.FourierFTConfig(target_modules=["q_proj"])},
+            "adapter: found FOURIERFT; expected one of LORA, ",
         ),
         ({"config": peft.PromptTuningConfig(num_virtual_tokens=3)}, "adapter: found PROMPT_TUNING"),
         ({"config": {"r": 3}}, "adapter: found dict"),

@@ -4,6 +4,8 @@ Monolithic MeZO's bits on peft's own model, peft's files, first values by peft's
 refusals by name.
 """
 
+import json
+import shutil
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
@@ -34,6 +36,7 @@ from peft_models import (
     steps,
     tokens,
     tokens_alone,
+    vera,
 )
 from profiles import each_choice, examples
 from safetensors.torch import load_file, save_file
@@ -119,6 +122,7 @@ KINDS = {
     "tokens alone": Kind(tokens_alone, wrapped, {"token_indices": [5, 8]}, "", is_drawn=False),
     "lokr": Kind(lokr, wrapped, {"alpha": 8}, "lokr_w1"),
     "hra": Kind(hra, wrapped, {"apply_GS": True}, "q_proj"),
+    "vera": Kind(vera, wrapped, {"projection_prng_key": 1}, "vera_lambda_d"),
     "miss": Kind(miss, wrapped, {"r": 1}, "q_proj"),
 }
 every_kind = pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)
@@ -650,3 +654,66 @@ def test_what_no_kind_heeds_is_refused(
     base = save_model(tmp_path, small_config("llama"))
     with pytest.raises(OptionError, match=f"^{option}"):
         open_checkpoint(base, adapter=Adapter(config=config("llama")))
+
+
+def test_vera_keeps_the_projections_of_its_file_and_draws_them_where_it_has_none(
+    base: Path, tmp_path: Path
+) -> None:
+    batch = make_batch(40, [7, 5])
+    drawn, given = tmp_path / "drawn", tmp_path / "given"
+    config = vera("llama", projection_prng_key=3, save_projection=False)
+    with Engine(open_checkpoint(base, adapter=Adapter(config=config))) as engine:
+        engine.export(drawn)
+        loss = engine.evaluate([batch]).loss
+    tensors = load_file(drawn / "adapter_model.safetensors")
+    assert not any("vera_A" in name for name in tensors)
+    peft_model = wrapped(AutoModelForCausalLM.from_pretrained(base), config)
+    [a, b] = [
+        value.clone()
+        for name, value in peft_model.named_buffers()
+        if name.endswith(("q_proj.vera_A.default", "q_proj.vera_B.default")) and ".0." in name
+    ]
+    assert (
+        peft.PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base), drawn)(
+            **batch
+        ).loss.item()
+        == loss
+    )
+    model: Any = open_checkpoint(base, adapter=Adapter(config=drawn))
+    with Engine(model) as engine:
+        assert engine.evaluate([batch]).loss == loss
+    assert "constants" not in model.description["adapter"]
+    shutil.copytree(drawn, given)
+    saved = json.loads((given / "adapter_config.json").read_text())
+    (given / "adapter_config.json").write_text(json.dumps({**saved, "save_projection": True}))
+    own = {**tensors, "base_model.vera_A": 2 * a, "base_model.vera_B": b}
+    save_file(own, given / "adapter_model.safetensors")
+    other: Any = open_checkpoint(base, adapter=Adapter(config=given))
+    with Engine(other) as engine:
+        changed = engine.evaluate([batch]).loss
+        engine.export(tmp_path / "again")
+    whole = AutoModelForCausalLM.from_pretrained(base)
+    assert peft.PeftModel.from_pretrained(whole, given)(**batch).loss.item() == changed != loss
+    assert len(other.description["adapter"]["constants"]) == 64, "a run is told apart by them"
+    again = load_file(tmp_path / "again" / "adapter_model.safetensors")
+    assert torch.equal(again["base_model.vera_A"], 2 * a)
+    del own["base_model.vera_B"]
+    save_file(own, given / "adapter_model.safetensors")
+    with pytest.raises(CheckpointError, match="vera_B of shape None"):
+        open_checkpoint(base, adapter=Adapter(config=given))
+
+
+def test_vera_refuses_other_layers_dropout_and_biases(base: Path, tmp_path: Path) -> None:
+    for change, said in (
+        ({"vera_dropout": 0.1}, "adapter.vera_dropout"),
+        ({"bias": "vera_only"}, "adapter.bias"),
+        ({"r": 0}, "adapter.r"),
+        ({"projection_prng_key": "x"}, "adapter.projection_prng_key"),
+        ({"target_modules": ["norm"]}, "adapter.target_modules"),
+    ):
+        with pytest.raises(OptionError, match=said):
+            open_checkpoint(base, adapter=Adapter(config=vera("llama", **change)))
+    gpt2 = save_model(tmp_path / "gpt2", small_config("gpt2"))
+    config = peft.VeraConfig(r=2, target_modules=["c_attn"], fan_in_fan_out=True)
+    with pytest.raises(OptionError, match="Conv1D"):
+        open_checkpoint(gpt2, adapter=Adapter(config=config))

@@ -186,10 +186,12 @@ KINDS: Mapping[str, Any] = {
         r=3, alpha=16, target_modules=targets, init_weights=False
     ),
     "hra": lambda targets: peft.HRAConfig(r=4, target_modules=targets, init_weights=False),
+    "vera": lambda targets: peft.VeraConfig(r=5, target_modules=targets, init_weights=False),
     "miss": lambda targets: peft.MissConfig(r=4, target_modules=targets, init_weights=False),
 }
 
 
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`")  # peft asks for it
 @pytest.mark.few(4)
 @pytest.mark.parametrize(
     ("kind", "dtype", "room", "precision"),

@@ -151,10 +151,18 @@ def _lora() -> Adapter:
     )
 
 
+def _vera() -> Adapter:
+    from peft import VeraConfig
+
+    config = VeraConfig(r=5, target_modules=["q_proj", "up_proj"], init_weights=False)
+    return Adapter(config=config, seed=1)
+
+
 def _adapter(
     folder: Path,
     saved: Base = base,
     *,
+    adapter: Callable[[], Adapter] = _lora,
     buckets: int | None = None,
     kept: int | None = None,
     # bytes for what is kept between forward and backward; with 1 each block is run anew
@@ -162,9 +170,9 @@ def _adapter(
     accumulated: bool = False,  # whether each step takes two batches
     **options: Any,
 ) -> Trajectory:
-    """Train a LoRA adapter by AdamW."""
+    """Train an adapter by AdamW."""
     model, make = (
-        open_checkpoint(saved(folder), adapter=_lora()),
+        open_checkpoint(saved(folder), adapter=adapter()),
         partial(torch.optim.AdamW, lr=1e-2, weight_decay=0.1),
     )
     steps = [[batch, make_batch(40, [9], seed=7)] for batch in BATCHES] if accumulated else BATCHES
@@ -262,6 +270,7 @@ _ZEROTH_ORDER: Mapping[str, Mapping[str, Any]] = {
     "low-rank, bfloat16, on a device": {"saved": _HALF, **LOW_RANK, "kept": 1},
     "low-rank, nf4, streamed": {"saved": _NF4, **LOW_RANK, "buckets": 2},
     "mezo, adapter on int8, streamed": {"saved": _INT8, "adapter": _lora, "buckets": 2},
+    "mezo, vera, bfloat16, streamed": {"saved": _HALF, "adapter": _vera, "buckets": 2},
 }
 _ADAPTER: Mapping[str, Mapping[str, Any]] = {
     "adapter adamw, in memory, graphs kept": {},
@@ -279,6 +288,7 @@ _ADAPTER: Mapping[str, Mapping[str, Any]] = {
         "micro_batch_size": 2,
     },
     "adapter adamw, int8, streamed": {"saved": _INT8, "buckets": 2},
+    "vera adamw, bfloat16, streamed": {"saved": _HALF, "adapter": _vera, "buckets": 2},
 }
 _FULL: Mapping[str, Mapping[str, Any]] = {
     "full adamw, in memory, graphs kept": {"update": TorchOptimizer(ADAMW)},

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -40,6 +40,9 @@ loha = partial(on_targets, "LoHaConfig", r=3, alpha=16, init_weights=False)
 lokr = partial(on_targets, "LoKrConfig", r=3, alpha=16, init_weights=False)
 hra = partial(on_targets, "HRAConfig", r=4, init_weights=False)
 miss = partial(on_targets, "MissConfig", r=2, init_weights=False)
+
+
+vera = partial(on_targets, "VeraConfig", r=5, init_weights=False)
 
 
 def prefix(model_type: str, **changes: Any) -> Any:
@@ -92,6 +95,7 @@ KIND_CONFIGS: dict[str, Callable[..., Any]] = {
     "lokr": lokr,
     "hra": hra,
     "miss": miss,
+    "vera": vera,
 }
 
 
@@ -115,7 +119,10 @@ def monolithic(
 ) -> PreTrainedModel:
     """The whole model with peft's modules in it."""
     whole: PreTrainedModel = auto_class.from_pretrained(base, dtype="auto")
-    peft.inject_adapter_in_model(config, whole)
+    if config.peft_type == "VERA":  # whose projections peft keeps at its model around the base
+        peft.get_peft_model(cast("Any", whole), config)
+    else:
+        peft.inject_adapter_in_model(config, whole)
     for name, parameter in whole.named_parameters():
         parameter.requires_grad = name in values and not any(part in name for part in frozen)
         # What was mapped from a file lies where no allocator puts it, and products round otherwise

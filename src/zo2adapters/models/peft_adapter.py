@@ -44,6 +44,14 @@ from zo2adapters.models.adapter_files import (
 from zo2adapters.models.batches import longest_row
 from zo2adapters.models.hf import HFBlockModel
 from zo2adapters.models.library_names import Conv1D, names_of
+from zo2adapters.models.shared_projections import (
+    projections,
+    projections_digest,
+    put_vera,
+    require_key,
+    round_projections,
+    take_projections,
+)
 from zo2adapters.models.token_rows import (
     WRAPPER,
     copied_bytes,
@@ -99,7 +107,12 @@ _OF_TASK: Mapping[str | None, tuple[str, ...]] = {
     **dict.fromkeys(("SEQ_CLS", "TOKEN_CLS"), ("classifier", "score")),
     "QUESTION_ANS": ("qa_outputs",),
 }
-_DROPOUT = {"lora_dropout", "rank_dropout", "module_dropout"}  # options that change training only
+_DROPOUT = {
+    "lora_dropout",
+    "rank_dropout",
+    "module_dropout",
+    "vera_dropout",
+}  # options that change training only
 # float32 matrices of a layer's shape that exist at a time in a forward: products, their sum, the
 # weights
 _MATRICES = 4
@@ -232,6 +245,10 @@ class OpenedAdapter:
     # peft's model around the skeleton, if the adapter only works through it; else None
     wrapper: Any
     trains_base: bool  # whether the base's parameters are trained, too
+    # tensors of the adapter that are not trained, by their names in peft's files
+    constants: Mapping[str, torch.Tensor]
+    # SHA-256 of the constants; None: they are those that the config draws
+    constants_digest: str | None
 
 
 def is_of_adapter(name: str) -> bool:
@@ -274,8 +291,11 @@ def _wrap_layers(
     config: Any,
     layers: tuple[type[nn.Module], ...] = (nn.Linear,),
     seed: int | None = None,
+    put: Callable[[Any, PreTrainedModel], object] | None = None,
 ) -> None:
-    """Let peft wrap layers of a skeleton, of these types. With a seed it draws initial values."""
+    """Let peft wrap layers of a skeleton, of these types. With a seed it draws initial values.
+    ``put`` has peft do it; None: its usual function.
+    """
     import peft
 
     linears = [
@@ -291,7 +311,10 @@ def _wrap_layers(
     with _insertion(expected, "name layers that the model has, such as q_proj, or all-linear"):
         if seed is not None:
             torch.default_generator.manual_seed(seed)  # without seeding devices
-        peft.inject_adapter_in_model(config, skeleton, ADAPTER_NAME)
+        if put is None:
+            peft.inject_adapter_in_model(config, skeleton, ADAPTER_NAME)
+        else:
+            put(config, skeleton)
     for linear, weight in weights.items():
         linear.weight = weight
     for path, module in _wrapped_layers(skeleton):
@@ -782,6 +805,42 @@ class TokensKind(AdapterKind):
         return copied_bytes(skeleton)
 
 
+class VeRAKind(AdapterKind):
+    """``peft.VeraConfig`` (P-RGE, arXiv 2409.15520, appendix A.2)."""
+
+    def unused_options(self, config: Any) -> list[str]:
+        """See the base class."""
+        require_whole("adapter.r", config.r, 1, _LARGEST_RANK)
+        require_number("adapter.d_initial", config.d_initial, most=_FLOAT32_MAX)
+        require_key(config)
+        return []
+
+    def insert(
+        self, skeleton: PreTrainedModel, config: Any, seed: int, idle: Collection[str]
+    ) -> None:
+        """See the base class."""
+        _wrap_layers(skeleton, config, seed=seed, put=put_vera)
+
+    def mapped(
+        self, skeleton: PreTrainedModel, state: Mapping[str, torch.Tensor]
+    ) -> Mapping[str, torch.Tensor]:
+        """See the base class. A file's projections replace those that were drawn."""
+        config: Any = skeleton.peft_config[ADAPTER_NAME]
+        left = take_projections(skeleton, config, state)
+        saves = config.save_projection
+        config.save_projection = False  # else peft looks for them among the layers' tensors
+        try:
+            with warnings.catch_warnings():
+                warnings.filterwarnings("ignore", "Specified to not load vera_A")
+                return super().mapped(skeleton, left)
+        finally:
+            config.save_projection = saves
+
+    def forward_bytes(self, skeleton: PreTrainedModel, config: Any) -> int:
+        """The projections, which all layers share."""
+        return sum(value.nbytes for value in projections(skeleton).values())
+
+
 _FACTORS = _LAYERS | {"r", "alpha", "rank_pattern", "alpha_pattern"}
 _INIT = {"init_weights"}
 _KINDS = (
@@ -828,6 +887,12 @@ _KINDS = (
         "lokr_w1",
     ),
     AdapterKind("HRA", "HRA", _LAYERS | {"r", "apply_GS"}, _INIT, "hra_u"),
+    VeRAKind(
+        *("VERA", "VeRA"),
+        _LAYERS | {"r", "projection_prng_key", "fan_in_fan_out"},
+        {*_INIT, "d_initial", "save_projection"},
+        "vera_lambda_d",
+    ),
     AdapterKind("MISS", "Miss", _LAYERS | {"r", "mini_r"}, _INIT, "miss_block"),
 )
 KINDS: Mapping[str, AdapterKind] = {kind.peft_type: kind for kind in _KINDS}
@@ -927,6 +992,8 @@ def inject(
     of_base = skeleton.named_parameters(remove_duplicate=False)
     dtypes = {name: parameter.dtype for name, parameter in of_base}
     wrapper = _insert(skeleton, chosen, idle)
+    round_projections(skeleton, {*_dtypes_beside(skeleton, encoded).values()})
+    drawn_digest = projections_digest(skeleton)
     if adapter.is_trained:
         _require_called(skeleton, idle)
     _name_what_is_adapted(skeleton, config, left_out)
@@ -954,6 +1021,7 @@ def inject(
     for name, tensor in tensors.items():
         put_value(skeleton, name, tensor)
     own_parameters(skeleton)
+    digest = projections_digest(skeleton)
     return OpenedAdapter(
         kind=kind,
         config=config,
@@ -966,6 +1034,8 @@ def inject(
         forward_bytes=kind.forward_bytes(skeleton, config),
         wrapper=wrapper,
         trains_base=adapter.trains_base,
+        constants=projections(skeleton),
+        constants_digest=digest if digest != drawn_digest else None,
     )
 
 

@@ -82,6 +82,8 @@ class PeftBlockModel(HFBlockModel):
             # earlier runs have no entry
             if not decisive.get(key):
                 decisive.pop(key, None)
+        if self.adapter.constants_digest is not None:
+            decisive["constants"] = self.adapter.constants_digest
         return {**super().description, "adapter": decisive}
 
     @property
@@ -110,6 +112,7 @@ class PeftBlockModel(HFBlockModel):
         names = {name: f"{FILE_PREFIX}{name}" for name in self.adapter.beside}
         names |= self.adapter.parameters
         saved = {names[name]: tensor.clone() for name, tensor in tensors if name in names}
+        saved |= self._saved_constants()
         write_adapter(
             directory, plain_config(self.adapter.config), saved, {**self.tokenizer_files, **files}
         )
@@ -145,7 +148,14 @@ class PeftBlockModel(HFBlockModel):
         )
         config = plain_config(self.adapter.config)
         config["base_model_name_or_path"] = str((directory / BASE_FOLDER).resolve())
+        values |= self._saved_constants()
         write_adapter(written / ADAPTER_FOLDER, config, values, self.tokenizer_files)
+
+    def _saved_constants(self) -> dict[str, torch.Tensor]:
+        """The tensors that the adapter's file has and nothing trains."""
+        if not getattr(self.adapter.config, "save_projection", False):
+            return {}
+        return {name: value.cpu().clone() for name, value in self.adapter.constants.items()}
 
     def require_stackable(self) -> None:
         """Patch the modules for low-rank perturbations."""
