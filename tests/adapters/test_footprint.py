@@ -34,12 +34,16 @@ from transformers import AutoModelForCausalLM, PretrainedConfig
 from zo2adapters import open_checkpoint, score
 from zo2adapters.commands import train
 from zo2adapters.models.batches import BranchCache
-from zo2adapters.models.footprint import activation_bytes, expected_held_bytes, forward_bytes
+from zo2adapters.models.footprint import (
+    KeptGraph,
+    activation_bytes,
+    expected_held_bytes,
+    forward_bytes,
+)
 from zo2adapters.models.hf import HFBlockModel
 from zo2adapters.tasks.generation import STREAM, NextToken
 from zo2adapters.tasks.objectives import ChoiceLoss, LogLikelihood
 from zo2adapters.tasks.rows import choice_batch
-from zo2adapters.trainers import probes
 from zo2adapters.trainers.methods import StepMemory, method_of
 from zo2adapters.trainers.metrics import progress
 from zo2adapters.trainers.optimization import Optimization
@@ -629,4 +633,6 @@ def test_activations_of_longer_rows_follow_from_two_short_ones(
     def kept(tokens: int) -> KeptSize:
         return KeptSize(of_token * tokens + of_pair * tokens**2, on_host=True)
 
-    assert probes._of_length(1000, 64, kept(32), kept(64)) == pytest.approx(kept(1000).nbytes)
+    graph = KeptGraph.of((32, 64), [kept(32)], [kept(64)])
+    [size] = graph.of_rows(3, 1000)
+    assert size.nbytes == pytest.approx(3 * kept(1000).nbytes)

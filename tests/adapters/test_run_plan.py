@@ -7,6 +7,7 @@ import math
 import re
 import statistics
 from array import array
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -29,7 +30,7 @@ from zo2adapters.models.footprint import (
 )
 from zo2adapters.models.hf import HFBlockModel
 from zo2adapters.tasks.rows import Rows, TokenizedRow
-from zo2adapters.trainers import run_plan, trainer
+from zo2adapters.trainers import preparation, run_plan, trainer
 from zo2adapters.trainers.methods import GradientRun, StepMemory, method_of
 from zo2adapters.trainers.optimization import Noise, Optimization
 from zo2adapters.trainers.options import Batching, Storage, TrainOptions
@@ -53,6 +54,7 @@ from zo2adapters.trainers.run_plan import (
 from zo2adapters.trainers.trainer import Trainer, open_run
 from zo2core import HostPlan
 from zo2core.errors import MemoryBudgetError, OptionError, ZO2Warning
+from zo2core.planning import speeds
 from zo2core.planning.memory import MemoryPart
 from zo2core.ranges import LARGEST_WHOLE, EstimatorName, OptimizerName, parse_size
 from zo2core.sweep.activations import IN_TRANSIT
@@ -777,6 +779,29 @@ def test_measured_steps_correct_the_plan_of_a_long_run(
         line for line in lines("--lr", 1e-3, "--steps", steps) if line.startswith("measured")
     ]
     assert corrections == ([] if expected is None else [f"measured in 3 steps: {expected}"])
+
+
+@pytest.mark.parametrize("method", [["--lr", 1e-3], FIRST_ORDER])
+def test_a_run_is_measured_and_planned_once_before_its_engine(
+    method: list[object], here: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls = list[str]()
+
+    def counting(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        def counted(*given: Any, **options: Any) -> Any:
+            calls.append(name)
+            return function(*given, **options)
+
+        return counted
+
+    for name in ("plan", "measured_bytes"):
+        counted = counting(name, getattr(preparation, name))
+        monkeypatch.setattr(preparation, name, counted)
+    monkeypatch.setattr(RunInputs, "shapes", counting("shapes", RunInputs.shapes))
+    speed = counting("write_bytes_per_second", speeds.write_bytes_per_second)
+    monkeypatch.setattr(speeds, "write_bytes_per_second", speed)
+    lines(*method, "--write-back-every", "never") if method is not FIRST_ORDER else lines(*method)
+    assert calls == ["shapes", "measured_bytes", "plan"]
 
 
 def test_the_outlook_of_a_streamed_run_counts_blocks_that_stream_and_turns(here: Path) -> None:

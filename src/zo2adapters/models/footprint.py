@@ -5,13 +5,18 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from enum import Enum
-from typing import NamedTuple
+from typing import NamedTuple, Self, TypeAlias
 
 import torch
 from transformers import PretrainedConfig
 
 from zo2adapters.models.batches import are_routers_asked_for
-from zo2core.sweep.gradient_visitor import GRAPH_FORWARDS
+from zo2core.sweep.gradient_visitor import (
+    GRAPH_FORWARDS,
+    HEAP_EXPECTED,
+    KeptSize,
+    graph_memory,
+)
 
 POSITION_BYTES = 8  # bytes of a token's position, int64
 # bytes of a logit in float32, the dtype of Hugging Face's losses and their log-softmax
@@ -56,20 +61,68 @@ class Masking(Enum):
     SEQUENCES = "sequences"  # of one row that are packed
 
 
+# Bytes for each token, and for each pair of tokens of a row, at one moment of a pass.
+Rate: TypeAlias = tuple[float, float]
+
+
+class KeptGraph(NamedTuple):
+    """What the graph of a block's forward keeps, measured on a shorter and a longer row."""
+
+    lengths: tuple[int, int]  # tokens of the rows
+    sizes: Sequence[tuple[KeptSize, KeptSize]]  # of each activation, for both rows
+
+    @classmethod
+    def of(cls, lengths: tuple[int, int], few: list[KeptSize], many: list[KeptSize]) -> Self:
+        """The graph, of whose activations some may exist for the longer row alone."""
+        if len(few) != len(many):
+            share = lengths[0] / lengths[1]
+            few = [size._replace(nbytes=size.nbytes * share) for size in many]
+        return cls(lengths, list(zip(few, many, strict=True)))
+
+    def of_rows(self, rows: int, tokens: int) -> list[KeptSize]:
+        """Expected activations, which grow with the tokens of a row, or with their pairs."""
+        few, many = self.lengths
+        expected = []
+        for of_few, of_many in self.sizes:
+            pair = max((of_many.nbytes / many - of_few.nbytes / few) / (many - few), 0.0)
+            token = of_many.nbytes / many - pair * many
+            nbytes = rows * tokens * (token + pair * tokens)
+            expected.append(of_many._replace(nbytes=nbytes))
+        return expected
+
+
+class BlockBytes(NamedTuple):
+    """What the passes of blocks take."""
+
+    rates: Sequence[Rate]
+    graph: KeptGraph | None  # of the first block; None: passes only go forward
+
+
 class PassBytes(NamedTuple):
-    """The peaks of the passes of blocks and head, beyond what is held, measured on short rows.
+    """The peaks of the passes of blocks and head, beyond what is held, measured on short rows."""
 
-    A rate is of one moment of a pass: bytes for each token, and for each pair of tokens of a row.
-    """
-
-    block: Sequence[tuple[float, float]]
-    padded_block: Sequence[tuple[float, float]]  # of several rows, some of which are padded
-    head: Sequence[tuple[float, float]]  # whose tokens all have logits; empty without a vocabulary
+    block: BlockBytes
+    padded_block: BlockBytes  # of several rows, some of which are padded
+    head: Sequence[Rate]  # whose tokens all have logits; empty without a vocabulary
 
     def of_block(self, rows: int, tokens: int) -> float:
         """Expected peak of a block's pass."""
-        rates = self.block if rows == 1 else self.padded_block
+        rates = self._of(rows).rates
         return rows * tokens * max(token + pair * tokens for token, pair in rates)
+
+    def of_graphs(self, micro_batches: Sequence[tuple[int, int]]) -> tuple[int, int]:
+        """What a block's graphs keep for micro-batches of so many rows and tokens: at most, and as
+        expected.
+        """
+        sizes = list[KeptSize]()
+        for rows, tokens in micro_batches:
+            graph = self._of(rows).graph
+            assert graph is not None, "passes were measured forward and backward"
+            sizes += graph.of_rows(rows, tokens)
+        return graph_memory(sizes), graph_memory(sizes, HEAP_EXPECTED)
+
+    def _of(self, rows: int) -> BlockBytes:
+        return self.block if rows == 1 else self.padded_block
 
     def of_head(self, rows: int, tokens: int) -> float:
         """Expected peak of the head's pass for rows of so many tokens, all of which have logits."""

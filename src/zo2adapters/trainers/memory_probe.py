@@ -15,7 +15,14 @@ from typing import Any, TypeAlias
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from zo2adapters.models.footprint import Masking, PassBytes, PassPeaks
+from zo2adapters.models.footprint import (
+    BlockBytes,
+    KeptGraph,
+    Masking,
+    PassBytes,
+    PassPeaks,
+    Rate,
+)
 from zo2adapters.models.hf import HFBlockModel
 from zo2adapters.trainers.probes import SegmentPass, bind, release_probe, unless_it_fails
 from zo2core.sweep.activations import flattened
@@ -95,8 +102,7 @@ def _of_passes(
     model: HFBlockModel, lengths: _Lengths, masking: Masking, *, has_gradient: bool
 ) -> PassBytes:
     """Measure one block of each kind, and the head, on a shorter and a longer row."""
-    padded_block = _of_blocks(model, lengths, masking, has_gradient=has_gradient)
-    block = padded_block
+    padded_block = block = _of_blocks(model, lengths, masking, has_gradient=has_gradient)
     if masking is Masking.PADDING:
         block = _of_blocks(model, lengths, Masking.NONE, has_gradient=has_gradient)
     if model.chunk == 0:  # a head without a vocabulary
@@ -104,7 +110,7 @@ def _of_passes(
     return PassBytes(block, padded_block, _of_head(model, max(lengths), has_gradient=has_gradient))
 
 
-def _of_head(model: HFBlockModel, tokens: int, *, has_gradient: bool) -> list[tuple[float, float]]:
+def _of_head(model: HFBlockModel, tokens: int, *, has_gradient: bool) -> list[Rate]:
     """Measure the head on a shorter and a longer row, whose logits are one chunk."""
     last = len(model.layouts) - 1
     bind(model)
@@ -126,18 +132,21 @@ def _of_head(model: HFBlockModel, tokens: int, *, has_gradient: bool) -> list[tu
 
 def _of_blocks(
     model: HFBlockModel, lengths: _Lengths, masking: Masking, *, has_gradient: bool
-) -> list[tuple[float, float]]:
+) -> BlockBytes:
     """Measure one block of each kind, on a shorter and a longer row."""
-    rates = list[tuple[float, float]]()
+    rates = list[Rate]()
+    graph = None
     for index in _one_of_each_kind(model):
         bind(model, index)
-        passes = [
+        few, many = (
             SegmentPass(model, index, length, masking=masking, has_gradient=has_gradient)
             for length in lengths
-        ]
-        moments = (_moments(model, one) for one in passes)
+        )
+        moments = [_moments(model, one) for one in (few, many)]
         rates += _rates(list(zip(lengths, moments, strict=True)))
-    return rates
+        if has_gradient and graph is None:
+            graph = KeptGraph.of(lengths, few.kept, many.kept)
+    return BlockBytes(rates, graph)
 
 
 def _one_of_each_kind(model: HFBlockModel) -> list[int]:
@@ -150,7 +159,7 @@ def _one_of_each_kind(model: HFBlockModel) -> list[int]:
     return list(kinds.values())
 
 
-def _rates(taken: Sequence[tuple[int, Sequence[int]]]) -> list[tuple[float, float]]:
+def _rates(taken: Sequence[tuple[int, Sequence[int]]]) -> list[Rate]:
     """The bytes for each token, and for each pair of tokens, at each moment; of all moments, those
     that are the largest for a row of some length.
 
@@ -161,7 +170,7 @@ def _rates(taken: Sequence[tuple[int, Sequence[int]]]) -> list[tuple[float, floa
     if len(of_few) != len(of_many):
         of_few = [max(of_few)]
         of_many = [max(of_many)]
-    rates = set[tuple[float, float]]()
+    rates = set[Rate]()
     for first, second in zip(of_few, of_many, strict=True):
         pair = max((second / many - first / few) / (many - few), 0.0)
         rates.add((second / many - pair * many, pair))

@@ -125,8 +125,11 @@ def fitting_plan(
     neighbours = 1 if method.workers is None else method.workers.neighbours
     machine = Machine(in_place=not on_device, on_host=not on_device, neighbours=neighbours)
     masking = shapes.masking
-    is_measured = model.pass_peaks is not None and model.pass_peaks.masking is masking
-    if not is_measured and not on_device:
+    peaks = model.pass_peaks
+    is_measured = peaks is not None and peaks.masking is masking
+    if peaks is not None and peaks.both is None and method.has_gradient:
+        is_measured = False
+    if not on_device and not is_measured:
         model.pass_peaks = measured_bytes(
             model, shapes.largest.lengths[0], masking, has_gradient=method.has_gradient
         )

@@ -7,7 +7,6 @@ from __future__ import annotations
 import hashlib
 import itertools
 import math
-import sys
 import time
 import timeit
 import warnings
@@ -31,10 +30,8 @@ from zo2core.optimizers.states import StateMemory
 from zo2core.protocols import UpdateInputs
 from zo2core.sweep.activations import flattened
 from zo2core.sweep.gradient_visitor import (
-    HEAP_EXPECTED,
     BlockGraph,
     KeptSize,
-    graph_memory,
     tensor_ids,
 )
 from zo2core.types import aligned, flat_views, widened
@@ -46,8 +43,6 @@ _ROUNDS = 3
 _PROBE_SECONDS, _MOST_ROUNDS = 1.0, 20
 _UPDATED_ROWS = 1024  # and columns of the matrix that an optimizer is measured on
 _UPDATE_ROUNDS = 4
-# most tokens of the longer of two rows whose graphs are measured
-_GRAPH_TOKENS = 64
 _HEAD_TOKENS = 128  # most tokens whose logits are measured
 _HASHED = 1 << 25  # bytes
 
@@ -114,6 +109,7 @@ class SegmentPass:
         self._index = index
         self.has_gradient = has_gradient
         self.leaves = dict(model.leaves(index))
+        self.kept: list[KeptSize] = []  # by the graph of its last run, beside weights and input
         with torch.no_grad():
             activations, self._batch = embed_row(model, tokens, rows, masking)
         self._hidden = activations.hidden.detach().requires_grad_(has_gradient)
@@ -134,20 +130,15 @@ class SegmentPass:
             with torch.inference_mode():
                 self._forward()
             return
-        output, _ = self.recorded()
+        # Without the recorded graph, autograd compares versions of the weights, which are one for
+        # all views of their memory: any write to one of them would count as a change of all.
+        graph = BlockGraph(self.leaves, [self._hidden])
+        with torch.enable_grad(), graph.recorded(keep=True):
+            output = self._forward()
+        self.kept = graph.sizes()
         weights = [leaf for leaf in self.leaves.values() if leaf.requires_grad]
         wanted = [self._hidden, *(weights if of_weights else [])]
         torch.autograd.grad(output, wanted, torch.ones_like(output), allow_unused=True)
-
-    def recorded(self) -> tuple[torch.Tensor, BlockGraph]:
-        """The output, and the graph as steps have it, whose weights move.
-
-        Without the recorded graph, autograd compares versions of the weights, which are one for all
-        views of their memory: any write to one of them would count as a change of all.
-        """
-        graph = BlockGraph(self.leaves, [self._hidden])
-        with torch.enable_grad(), graph.recorded(keep=True):
-            return self._forward(), graph
 
     def _forward(self) -> torch.Tensor:
         if self._index == len(self._model.layouts) - 1:
@@ -239,66 +230,6 @@ def _head_seconds(model: HFBlockModel, shape: BatchShape, *, has_gradient: bool 
     # the last token of a row predicts nothing
     head = SegmentPass(model, last, in_row + 1, rows=rows, has_gradient=has_gradient)
     return _fastest(head.run) / (rows * in_row) * shape.predictions
-
-
-@unless_it_fails((sys.maxsize, 0))
-def measured_graph_bytes(
-    model: HFBlockModel, micro_batches: Sequence[tuple[int, int]], masking: Masking
-) -> tuple[int, int]:
-    """Measure what a block's graphs keep for a batch, at most and as expected, on two rows of a few
-    tokens. Where that fails, no graph is expected to fit.
-
-    Args:
-        model: The model.
-        micro_batches: Rows and tokens of each micro-batch.
-        masking: What the batch masks.
-    """
-    bind(model)
-    tokens = max(min(max(length for _, length in micro_batches), _GRAPH_TOKENS), 2)
-    sizes = list[KeptSize]()
-    for rows, length in micro_batches:
-        sizes += _scaled(
-            _two_graphs(model, tokens, masking_of(masking, rows)), tokens, rows, length
-        )
-    return graph_memory(sizes), graph_memory(sizes, HEAP_EXPECTED)
-
-
-def _two_graphs(
-    model: HFBlockModel, tokens: int, masking: Masking
-) -> list[tuple[KeptSize, KeptSize]]:
-    """The sizes of the activations that the first block's graph keeps for a row of half as many
-    tokens, and for one of so many.
-    """
-    short, long = (_graph_sizes(model, length, masking) for length in (tokens // 2, tokens))
-    if len(short) != len(long):
-        short = [size._replace(nbytes=size.nbytes * (tokens // 2) / tokens) for size in long]
-    return list(zip(short, long, strict=True))
-
-
-def _scaled(
-    graphs: Sequence[tuple[KeptSize, KeptSize]], tokens: int, rows: int, length: int
-) -> list[KeptSize]:
-    """The sizes for more rows of another length."""
-    return [
-        long._replace(nbytes=rows * _of_length(length, tokens, short, long))
-        for short, long in graphs
-    ]
-
-
-def _graph_sizes(model: HFBlockModel, tokens: int, masking: Masking) -> list[KeptSize]:
-    """The activations that the first block's graph keeps for a row of so many tokens."""
-    _, graph = SegmentPass(model, 1, tokens, masking=masking, has_gradient=True).recorded()
-    return graph.sizes()
-
-
-def _of_length(length: float, tokens: int, before: KeptSize, after: KeptSize) -> float:
-    """The bytes of an activation of a longer row, which grow with its tokens, or with their
-    pairs.
-    """
-    half = tokens // 2
-    of_pair = max((after.nbytes / tokens - before.nbytes / half) / (tokens - half), 0.0)
-    of_token = after.nbytes / tokens - of_pair * tokens
-    return length * (of_token + of_pair * length)
 
 
 @unless_it_fails(math.nan)

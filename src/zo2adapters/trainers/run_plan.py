@@ -7,7 +7,8 @@ from __future__ import annotations
 import bisect
 import json
 import math
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Sequence
 from contextlib import closing
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -320,11 +321,19 @@ def duration(seconds: float) -> str:
     return f"{minutes} min" if minutes < 100 else f"{minutes // 60} h {minutes % 60} min"
 
 
-def plan_run(fitting: FittingPlan, *, runs: int | None = None) -> RunPlan:
+def plan_run(
+    fitting: FittingPlan, *, runs: int | None = None, measures_snapshots: bool = True
+) -> RunPlan:
     """What a run takes on the CPU or on a GPU, which need not be in this machine, or several equal
     runs of one base.
 
     Nothing is loaded; probes take a few seconds.
+
+    Args:
+        fitting: The run, and the plan of its memory.
+        runs: Number of equal runs; None: one run alone.
+        measures_snapshots: Whether the disk is measured, which snapshots are written to: without
+            it, what they write is not known.
     """
     method = fitting.method
     if isinstance(method, ZerothOrderRun):
@@ -339,7 +348,7 @@ def plan_run(fitting: FittingPlan, *, runs: int | None = None) -> RunPlan:
     if options.storage.device != "cpu":
         return forecast.on_device()
     planned = (
-        forecast.of_gradients(method)
+        forecast.of_gradients(method, measures_snapshots=measures_snapshots)
         if isinstance(method, GradientRun)
         else forecast.of_zeroth_order()
     )
@@ -399,7 +408,7 @@ class _Forecast(NamedTuple):
             evaluation_seconds=self._evaluation_seconds(beside, self._read_seconds(read)),
         )
 
-    def of_gradients(self, method: GradientRun) -> RunPlan:
+    def of_gradients(self, method: GradientRun, *, measures_snapshots: bool) -> RunPlan:
         """The plan of first-order steps on the CPU; memory that is left over is filled with inputs
         and graphs of blocks.
         """
@@ -414,13 +423,10 @@ class _Forecast(NamedTuple):
         micro_rows = options.batching.micro_batch_size
         measures = update is not None and options.optimization.measures_gradients
         blocks = sum(not layout.resident for layout in layouts)
-        graph, expected = probes.measured_graph_bytes(
-            model, method.micro_batches(shapes.largest), shapes.largest.masking
-        )
+        graph, expected = _graph_bytes(model, method.micro_batches(shapes.largest))
         unplaced = activations - spec.activation_bytes
         inputs = min(spec.host_plan.spare, unplaced)
-        room = GRAPH_SHARE * (spec.host_plan.spare - inputs)
-        kept = min(int(room) // max(graph, 1), blocks)
+        kept = _kept_graphs(spec.host_plan.spare - inputs, graph, blocks)
         parts = [MemoryPart("inputs of blocks", inputs)] if inputs else []
         parts.append(MemoryPart(f"graphs of {kept} of {blocks} blocks", kept * expected))
         host_plan = replace(spec.host_plan, parts=(*spec.host_plan.parts, *parts))
@@ -455,7 +461,9 @@ class _Forecast(NamedTuple):
             snapshot = method.snapshot_size(model)
             # the reads' where compute is not known
             seconds = max(self._read_seconds(read), forward + arithmetic)
-            written = self._snapshots_a_step(snapshot, seconds)
+            written = math.nan
+            if measures_snapshots:
+                written = self._snapshots_a_step(snapshot, seconds)
         return RunPlan(
             host_plan=host_plan,
             scratch_bytes=scratch,
@@ -522,7 +530,7 @@ class _Forecast(NamedTuple):
         if has_gradient:
             step = self.shapes.step
             micro_batches = [(step.rows, math.ceil(step.tokens))]
-            graph, _ = probes.measured_graph_bytes(self.model, micro_batches, step.masking)
+            graph, _ = _graph_bytes(self.model, micro_batches)
         speeds = MeasuredSpeeds(base.weights)
         on_disk = laid_out_as_on_disk(base.layouts, base.weights)
         blocks = sum(not layout.resident for layout in base.layouts)
@@ -534,8 +542,7 @@ class _Forecast(NamedTuple):
             host_plan = plan(asked, Machine(), speeds).host_plan
             if not graph:
                 return host_plan
-            room = GRAPH_SHARE * max(host_plan.spare, 0) / count
-            kept = min(int(room) // graph, blocks)
+            kept = _kept_graphs(host_plan.spare / count, graph, blocks)
             # One run at a time computes, so that graphs have the others' room for computing.
             beyond = max(count * kept * graph - (count - 1) * least, 0)
             graphs = MemoryPart(
@@ -676,6 +683,21 @@ class _Forecast(NamedTuple):
         return held * (streams - streams_on_device(streams, held, left, staging=IN_TRANSIT * held))
 
 
+def _graph_bytes(model: HFBlockModel, micro_batches: Sequence[tuple[int, int]]) -> tuple[int, int]:
+    """What a block's graphs keep for a batch, at most and as expected. Where that is not known, no
+    graph is expected to fit.
+    """
+    peaks = model.pass_peaks
+    if peaks is None or peaks.both is None:
+        return sys.maxsize, 0
+    return peaks.both.of_graphs(micro_batches)
+
+
+def _kept_graphs(spare: float, graph: int, blocks: int) -> int:
+    """The number of blocks whose graphs are kept in memory that is spare."""
+    return min(int(GRAPH_SHARE * max(spare, 0)) // max(graph, 1), blocks)
+
+
 def _most(planned: Callable[[int], object]) -> int:
     """The largest number of runs for which a plan fits."""
 
@@ -763,11 +785,13 @@ def _prepared_as_a_run(start: RunStart, *, continues: bool) -> tuple[RunInputs, 
 
 
 def planned(prepared: PreparedRun) -> RunPlan | None:
-    """The plan of a run, whose model must not have an open engine."""
+    """The time and memory of a run, whose model must not have an open engine; None if there is no
+    plan.
+    """
     if prepared.fitting is None:
         return None
     try:
-        return plan_run(prepared.fitting)
+        return plan_run(prepared.fitting, measures_snapshots=False)
     except ZO2Error:
         return None
     finally:

@@ -188,7 +188,7 @@ def expected_seconds(options: TrainOptions, schedule: Schedule) -> float:
     run = prepare(RunStart(options.with_rate("auto")))
     assert run.fitting is not None, "a run on the CPU is planned"
     with closing(run.inputs.model.weights):
-        return schedule.steps * plan_run(run.fitting).seconds
+        return schedule.steps * plan_run(run.fitting, measures_snapshots=False).seconds
 
 
 def _trial(options: TrainOptions, method: RunMethod, lr: float, zo_eps: float) -> Trial:
