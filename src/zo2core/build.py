@@ -21,7 +21,11 @@ from typing import Any, NamedTuple, TypeAlias
 from zo2core.errors import JournalError, OptionError, without_effect
 from zo2core.estimators.directions import Directions, choose_directions
 from zo2core.estimators.noise import SequentialNoise, drawing_fingerprint
-from zo2core.estimators.perturbation import DensePerturbation, StackedModel
+from zo2core.estimators.perturbation import (
+    DensePerturbation,
+    LowRankPerturbation,
+    StackedModel,
+)
 from zo2core.estimators.two_point import direction_seeds
 from zo2core.journal.journal import Journal
 from zo2core.journal.records import DRAWN, digest, json_object
@@ -42,6 +46,7 @@ from zo2core.methods.first_order import (
     trained_bytes,
 )
 from zo2core.methods.gradient_steps import AdapterSteps, FusedSteps
+from zo2core.methods.stages import Stage
 from zo2core.methods.states import (
     AdapterState,
     DiskState,
@@ -52,6 +57,7 @@ from zo2core.methods.states import (
 from zo2core.methods.zeroth_order import JournalState, ZerothOrder, ZerothOrderSteps
 from zo2core.planning.memory import (
     Machine,
+    MemoryPart,
     MemoryPolicy,
     RunRequest,
     RunSpec,
@@ -70,7 +76,7 @@ from zo2core.protocols import (
     Scheduler,
 )
 from zo2core.ranges import MatmulPrecision, require_whole
-from zo2core.run import CommittedSegments, CustomSource, EngineOptions, Run, Segments
+from zo2core.run import CommittedSegments, CustomSource, EngineOptions, Run, Segments, Undivided
 from zo2core.schedulers.devices import choose_device
 from zo2core.schedulers.overlapped import open_scheduler, spread
 from zo2core.schedulers.profiling import Timeline, Trace, TraceRecorder
@@ -90,7 +96,7 @@ from zo2core.sweep.perturbers import (
 from zo2core.sweep.trained_weights import AdapterWeights, StoredWeights, TrainedWeights
 from zo2core.sweep.visitor import HostReplay, UpdateLoss, Visits, sole_use
 from zo2core.workers.agreement import common_step, require_agreement, sync_journals
-from zo2core.workers.workers import Workers
+from zo2core.workers.workers import BLOCKS, Workers
 
 Method: TypeAlias = ZerothOrder | FirstOrder | AtSnapshot
 Steps: TypeAlias = ZerothOrderSteps | AdapterSteps | FusedSteps
@@ -168,6 +174,8 @@ def open_run(inputs: RunInputs) -> OpenedRun:
         _claim_model(inputs, opened)
         parts = _open_parts(inputs, opened)
         parts, segments = _open_segments(parts)
+        agreed = parts.division.agreed_bytes(segments.activation_bytes)
+        segments = replace(segments, activation_bytes=agreed)
         buffer = _allocate_work_buffer(parts, segments)
         trained = _trained_weights(parts, segments, buffer)
         run = Run(
@@ -178,6 +186,7 @@ def open_run(inputs: RunInputs) -> OpenedRun:
             spill=inputs.spill,
             micro_batch_size=inputs.micro_batch_size,
             workers=parts.workers,
+            division=parts.division,
             device=parts.device,
             matmul_precision=parts.matmul_precision,
             recorder=parts.recorder,
@@ -211,7 +220,8 @@ class _RunParts:
     opened: ExitStack
     recorder: TraceRecorder
     journal: Journal
-    workers: Workers
+    workers: Workers  # that share steps and evaluations
+    division: Undivided  # of the segments among processes
     device: Device
     matmul_precision: MatmulPrecision
     directions: Directions
@@ -240,8 +250,12 @@ class _RunParts:
         if estimator is not None:
             evaluations = estimator.evaluations(0, direction_seeds(0, 0, None))
             directions.add(len({evaluation.seed for evaluation in evaluations}))
+        request = request_of(self.inputs, workers=self.division.peers.size)
+        elsewhere = self.division.trained_elsewhere
+        further = [MemoryPart("trained by other stages", request.trained_copies * elsewhere)]
         return replace(
-            request_of(self.inputs, workers=self.workers.size),
+            request,
+            further=further if elsewhere else (),
             noise=self.directions.noise,
             perturbation=self.directions.perturbation,
             perturb_in_place=self.directions.perturb_in_place,
@@ -264,8 +278,8 @@ def _claim_model(inputs: RunInputs, opened: ExitStack) -> None:
 def _open_parts(inputs: RunInputs, opened: ExitStack) -> _RunParts:
     """Open trace, journal and device, and choose the directions."""
     recorder = _open_recorder(inputs, opened)
-    workers = Workers() if inputs.options.workers is None else inputs.options.workers
-    journal = _open_journal(inputs, opened, workers)
+    peers = Workers() if inputs.options.workers is None else inputs.options.workers
+    journal = _open_journal(inputs, opened, peers)
     device = _open_device(inputs, opened)
     method = inputs.method
     zeroth = method if isinstance(method, ZerothOrder) else ZerothOrder(None)
@@ -279,17 +293,34 @@ def _open_parts(inputs: RunInputs, opened: ExitStack) -> _RunParts:
         seed=zeroth.seed,
     )
     _require_changing(inputs.model, directions, inputs.options)
+    division = _divide(inputs, peers, opened)
     return _RunParts(
         inputs=inputs,
         opened=opened,
         recorder=recorder,
         journal=journal,
-        workers=workers,
+        workers=Workers(neighbours=peers.neighbours) if division.is_divided else peers,
+        division=division,
         device=device,
         matmul_precision=_choose_precision(inputs.options, journal),
         directions=directions,
         update_loss=UpdateLoss(directions.noise),
     )
+
+
+def _divide(inputs: RunInputs, peers: Workers, opened: ExitStack) -> Undivided:
+    """Divide the model's segments among the workers, if that is their split; the model has all of
+    them again once the run is closed.
+    """
+    model = inputs.model
+    if peers.size == 1 or peers.split != BLOCKS:
+        return Undivided(model.layouts, peers)
+    stage = Stage(model, peers)
+    stage.require_alike()
+    divided: Any = model  # a read-only property of the contract, which only this changes
+    opened.callback(setattr, divided, "layouts", stage.whole)
+    divided.layouts = stage.layouts
+    return stage
 
 
 def _open_recorder(inputs: RunInputs, opened: ExitStack) -> TraceRecorder:
@@ -356,7 +387,7 @@ def _open_planned_segments(parts: _RunParts) -> tuple[_RunParts, Segments]:
     if not isinstance(parts.inputs.method, ZerothOrder) or parts.inputs.method.noise is None:
         # The same noise, whose generators may be kept in memory that the plan leaves over.
         directions = parts.directions.with_noise_memory(
-            journal.noise, model.layouts, device.torch_device, max(spec.host_plan.spare, 0)
+            journal.noise, parts.division.whole, device.torch_device, max(spec.host_plan.spare, 0)
         )
         parts = replace(parts, directions=directions)
     _begin_journal(parts)
@@ -371,6 +402,8 @@ def _open_planned_segments(parts: _RunParts) -> tuple[_RunParts, Segments]:
     if slots is not None:
         parts.opened.callback(slots.close)
     base_digests = BaseDigests(journal.base_digests, learns=parts.inputs.is_kept)
+    if parts.division.is_divided:  # each stage would know those of its own segments alone
+        base_digests = BaseDigests({}, learns=False)
     store = SegmentStore(
         model.weights,
         spec.layouts,
@@ -468,7 +501,7 @@ def _open_generations(parts: _RunParts, spec: RunSpec, *, spare: int) -> Generat
         journal.chain,
         journal.require_version,
         spare=spare,
-        choose=partial(common_step, workers=parts.workers),
+        choose=partial(common_step, workers=parts.division.peers),
     )
 
 
@@ -529,7 +562,9 @@ def _trained_weights(
     is_fused = isinstance(method, FirstOrder) and method.update is not None
     if is_fused or (isinstance(method, AtSnapshot) and _trains_all(model)):
         return StoredWeights(buffer, segments.layouts)
-    return AdapterWeights(buffer, model.layouts, model.weights, parts.device.torch_device)
+    return AdapterWeights(
+        buffer, model.layouts, model.weights, parts.device.torch_device, parts.division.whole
+    )
 
 
 def _perturber_maker(
@@ -675,9 +710,9 @@ def _begin_journal(parts: _RunParts) -> None:
     require_agreement(
         journal,
         parts.directions.noise,
-        model.layouts,
+        parts.division.whole,
         parts.device.torch_device,
-        parts.workers,
+        parts.division.peers,
     )
     policy = parts.options.write_back
     if factors is not None and policy is not None:
@@ -696,7 +731,7 @@ def _journal_header(parts: _RunParts) -> Mapping[str, Any]:
     provenance = parts.options.provenance
     header = {
         "base": model.weights.fingerprint,
-        "parameters": digest(spec for layout in model.layouts for spec in layout.parameters),
+        "parameters": digest(spec for layout in parts.division.whole for spec in layout.parameters),
         **_method_header(parts),
         "model": json_object("model.description", model.description),
         "provenance": None if provenance is None else json_object("provenance", provenance),
@@ -805,3 +840,20 @@ def _require_effect(inputs: RunInputs, *, trains_all: bool) -> None:
     workers = 1 if options.workers is None else options.workers.size
     if workers > 1 and inputs.shared is not None:
         raise without_effect("workers", f"{workers} workers", "one process for a shared base")
+    if workers > 1 and options.workers is not None and options.workers.split == BLOCKS:
+        _require_divisible(inputs, trains_all=trains_all)
+
+
+def _require_divisible(inputs: RunInputs, *, trains_all: bool) -> None:
+    """Refuse to divide the blocks of a run that needs all of them in one process."""
+    method = inputs.method
+    is_low_rank = isinstance(method, ZerothOrder) and isinstance(
+        method.perturbation, LowRankPerturbation
+    )
+    for is_refused, expected in (
+        (inputs.custom is not None, "one process, with a source of the caller"),
+        (trains_all, "an adapter, or zeroth-order steps: of all parameters, split rows"),
+        (is_low_rank, "dense perturbations; those of low rank are split by directions or rows"),
+    ):
+        if is_refused:
+            raise without_effect("split", BLOCKS, expected)

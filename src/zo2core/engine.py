@@ -16,7 +16,7 @@ from torch import nn
 from zo2core.build import Method, RunInputs, open_run, require_whole_model
 from zo2core.checkpoint.export import CustomExport, require_unused, write_checkpoint
 from zo2core.encodings.decoding import decoded
-from zo2core.errors import OptionError
+from zo2core.errors import OptionError, without_effect
 from zo2core.estimators.factors import Learned
 from zo2core.journal.journal import Journal
 from zo2core.journal.snapshots import Snapshots
@@ -102,6 +102,11 @@ class Engine:
     def workers(self) -> Workers:
         """The workers of the run."""
         return self._run.workers
+
+    @property
+    def is_divided(self) -> bool:
+        """Whether the workers divide the model's blocks: each then has a part of the weights."""
+        return self._run.division.is_divided
 
     @property
     def version(self) -> int:
@@ -457,6 +462,9 @@ class Engine:
             OutputError: if the directory is in use or cannot be written.
         """
         self._run.use.require_open()
+        if self._run.division.is_divided:
+            expected = "one process, which has all blocks: export the run once it has ended"
+            raise without_effect("split", "blocks", expected)
         directory = Path(directory)
         model = self._run.model
         files = {} if files is None else files

@@ -32,7 +32,8 @@ from zo2core.shared import SharedBase
 from zo2core.sources.segment_store import BaseDigests, SegmentStore
 from zo2core.sources.slot_file import Generations
 from zo2core.sweep.activations import StreamActivations
-from zo2core.sweep.microbatch import grouped, prepared
+from zo2core.sweep.gradient_visitor import GradientVisitor, GradientVisits
+from zo2core.sweep.microbatch import StepRows, grouped, prepared
 from zo2core.sweep.perturbers import Groups, Perturber
 from zo2core.sweep.visitor import (
     ExclusiveUse,
@@ -54,6 +55,7 @@ from zo2core.types import (
 from zo2core.workers.workers import Workers
 
 StepBatch: TypeAlias = Batch | Sequence[Batch]  # of a step: one, or several that count as one
+Outputs: TypeAlias = list[list[torch.Tensor]]  # of the head, one list for each evaluation
 
 
 class CustomSource(NamedTuple):
@@ -159,6 +161,46 @@ class Segments:
         return partial(make_room, self.plan.host_plan.budget)
 
 
+class Undivided:
+    """A run each of whose processes has all segments.
+
+    Args:
+        layouts: The segments.
+        workers: Those with which the journal and snapshots are shared.
+    """
+
+    is_divided = False
+    trained_elsewhere = 0  # bytes of trained parameters that this process only keeps
+
+    def __init__(self, layouts: Sequence[BlockLayout], workers: Workers) -> None:
+        self.whole = layouts
+        self.peers = workers
+
+    def forward(self, forward: Forward) -> Forward:
+        """What this process runs of a forward."""
+        return forward
+
+    def outputs(self, outputs: Outputs) -> Outputs:
+        """The head's outputs, once a sweep has ended."""
+        return outputs
+
+    def visitor(
+        self,
+        visits: GradientVisits,
+        rows: StepRows,
+        part: slice,
+        *,
+        kept_bytes: int,
+        loss_scale: float,
+    ) -> GradientVisitor:
+        """The visitor of a sweep forward and backward: see ``GradientVisitor``."""
+        return GradientVisitor(visits, rows, part, kept_bytes=kept_bytes, loss_scale=loss_scale)
+
+    def agreed_bytes(self, nbytes: int) -> int:
+        """Memory that all processes of a run have, by which they group batches alike."""
+        return nbytes
+
+
 @dataclass
 class _Progress:
     """State of a run that changes from sweep to sweep."""
@@ -179,7 +221,8 @@ class Run:
     directory: Path | None  # of a run that is kept, with its journal and what else it keeps
     spill: Path  # directory of a temporary file, for activations that have no room in memory
     micro_batch_size: int | None  # rows of a micro-batch; None does not split batches
-    workers: Workers
+    workers: Workers  # that share steps and evaluations
+    division: Undivided  # of the segments among processes
     device: Device
     matmul_precision: MatmulPrecision  # of float32 matrices, in sweeps
     recorder: TraceRecorder
@@ -212,7 +255,8 @@ class Run:
     def evaluate(self, version: int, groups: Groups, forward: Forward) -> list[list[torch.Tensor]]:
         """Visit all segments once; returns the head's outputs, one list for each evaluation."""
         perturber = self._perturber(version, [evaluation for evaluation, _ in groups])
-        return self.sweep(ForwardVisitor(self.visits, perturber, groups, forward))
+        own = self.division.forward(forward)
+        return self.sweep(ForwardVisitor(self.visits, perturber, groups, own))
 
     def bring_to(self, version: int) -> None:
         """Bring all segments to a version."""
@@ -232,7 +276,7 @@ class Run:
                 raise
             finally:
                 visitor.finish()
-        return visitor.outputs
+        return self.division.outputs(visitor.outputs)
 
     def parameters_at(
         self, version: int, segments: Iterable[int]

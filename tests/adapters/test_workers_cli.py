@@ -712,3 +712,77 @@ def test_all_parameters_go_on_after_a_worker_was_killed_at_any_write(
     assert list(journals[0].commits) == list(journals[1].commits) == list(journals[2].commits)
     exported, expected = [load_file(run / "model" / "model.safetensors") for run in runs[1::-1]]
     assert all(exported[name].equal(value) for name, value in expected.items())
+
+
+BY_BLOCKS = ("--split", "blocks", "--micro-batch-size", 1)
+
+
+def test_stages_make_the_run_of_one_process(place: Path, crew: Crew, tmp_path: Path) -> None:
+    """Of which the first one writes the adapter."""
+    output, whole = tmp_path / "run", tmp_path / "whole"
+    told_by(crew, *train(place, output, *BY_BLOCKS, *evaluated(place)))
+    ended = run_here(*train(place, whole, "--micro-batch-size", 1, *evaluated(place)))
+    assert ended.status == 0, ended.err
+    assert_same_run(output, whole)
+    told = [
+        "evaluate",
+        "--model",
+        place / "base",
+        "--adapter",
+        whole / "model",
+        "--data",
+        place / "rows.jsonl",
+        "--batch-size",
+        4,
+    ]
+    assert told_by(crew, *told, "--split", "blocks").startswith(run_here(*told).out)
+
+
+def test_stages_take_zeroth_order_steps(place: Path, crew: Crew, tmp_path: Path) -> None:
+    output, whole = tmp_path / "run", tmp_path / "whole"
+    command = [
+        "train",
+        "--method",
+        "zeroth-order",
+        "--model",
+        place / "base",
+        "--data",
+        place / "rows.jsonl",
+        "--steps",
+        4,
+        "--lr",
+        1e-3,
+        "--batch-size",
+        4,
+    ]
+    told_by(crew, *command, "--output", output, "--split", "blocks")
+    ended = run_here(*command, "--output", whole)
+    assert ended.status == 0, ended.err
+    journals = [Journal(path / "journal.jsonl").updates for path in (*directories(output), whole)]
+    assert list(journals[0]) == list(journals[1]) == list(journals[2])
+    [exported, expected] = [
+        (path / "model" / "model.safetensors").read_bytes() for path in (output, whole)
+    ]
+    assert exported == expected
+
+
+@pytest.mark.few(2)
+@pytest.mark.parametrize("seed", range(30))
+def test_stages_go_on_after_one_was_killed_at_any_write(
+    seed: int, place: Path, crew: Crew, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "calls").write_bytes(bytes(8))
+    rng = random.Random(f"stages {seed}")
+    rank = rng.randrange(SIZE)
+    command = train(place, tmp_path / "run", *BY_BLOCKS, "--snapshot-every", 2)
+    ended = crew.killed(rank, beforehand(die_at_write, rng.randrange(1, 20)), *command)
+    assert ended[rank].status == -signal.SIGKILL, ended
+    for directory in directories(tmp_path / "run"):
+        if directory.exists() and not (directory / "options.json").exists():
+            shutil.rmtree(directory)  # as the refusal says of one in which no run has begun
+    told_by(crew, *command)
+    whole = tmp_path / "whole"
+    ended_whole = run_here(*train(place, whole, "--micro-batch-size", 1, "--snapshot-every", 2))
+    assert ended_whole.status == 0, ended_whole.err
+    assert_same_run(tmp_path / "run", whole)

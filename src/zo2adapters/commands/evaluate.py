@@ -92,10 +92,15 @@ class Evaluate(AtStep):
     """
     trace: Path | None = None
     """New file for a timeline of every pass over the blocks, for ui.perfetto.dev."""
+    worker_options: WorkerOptions = field(default_factory=WorkerOptions)
 
     def check(self) -> None:
         """Refuse what can be refused before anything is opened."""
         super().check()
+        if self.worker_options.split not in ("auto", "blocks"):
+            expected = "auto, which splits batches, or blocks"
+            raise OptionError("split", self.worker_options.split, expected, "pass one of these")
+        self.worker_options.require_workers()
         require_valid(self.batching)
         require_whole("max_new_tokens", self.max_new_tokens, 1, MOST_TOKENS)
         takes_labels = self.model_options.head != "causal-lm"
@@ -111,7 +116,7 @@ class Evaluate(AtStep):
         """Print loss and perplexity, accuracy for rows with candidates, or F1 and exact match for
         rows with answers.
         """
-        with WorkerOptions().workers() as workers:
+        with self.worker_options.workers() as workers:
             require_same_command("evaluate", self, workers)
             self._with_options_of_run()._evaluate(workers)
 

@@ -790,7 +790,9 @@ class GradientRun(RunMethod):
                 engine.commit()
             return []
         # clocks differ between workers
-        is_due = engine.workers.all_gather(self._policy.is_due(step))[0]
+        is_due = self._policy.is_due(step)
+        if self.workers is not None:
+            is_due = self.workers.all_gather(is_due)[0]
         if is_last or is_due or step == self._best(engine):
             self._take_snapshot(engine)
         return []

@@ -38,7 +38,8 @@ class WorkerOptions:
     split: Annotated[str, Option("output", Change.CALL)] = "auto"
     """How workers split a step: by directions, by rows, or by both, such as 2x3 for two groups of
     directions with three workers each that split the rows. auto minimizes the work of the busiest
-    worker. Splitting by directions gives exactly the result of one worker.
+    worker. Splitting by directions gives exactly the result of one worker. With blocks each worker
+    has a part of the model, and micro-batches pass from one to the next.
     """
 
     def require_workers(self) -> None:

@@ -385,7 +385,9 @@ class Trainer:
             engine.journal, written, base=options.model, options=options, rows=rows
         )
         with ExitStack() as opened:
-            if step != engine.version:  # updates cannot be undone: the model is made from the base
+            # updates cannot be undone, and a stage has a part of the weights: the model is made
+            # from the base
+            if step != engine.version or engine.is_divided:
                 engine.close()
                 engine = opened.enter_context(
                     self.method.at_step(engine, self.inputs.model, self.activations, step)

@@ -31,13 +31,13 @@ from zo2core.sweep.activations import (
 )
 from zo2core.sweep.fused_step import FusedStep, GradientLimits, step_not_finite
 from zo2core.sweep.gradient_visitor import (
-    GradientVisitor,
     GradientVisits,
     backward_bytes,
     gradient_bytes,
 )
 from zo2core.sweep.trained_weights import TrainedWeights
 from zo2core.types import Commit, StepResult
+from zo2core.workers.gradients import summed
 
 
 class GradientSweeps:
@@ -53,7 +53,9 @@ class GradientSweeps:
             )
         self._run = run
         self._model = model
-        self._leaves = [model.leaves(index) for index in range(len(model.layouts))]
+        self._leaves = [
+            model.leaves(index) if layout.used else {} for index, layout in enumerate(model.layouts)
+        ]
         self._visits = GradientVisits(
             layouts=model.layouts,
             trained=trained,
@@ -90,7 +92,8 @@ class GradientSweeps:
         """Compute gradients and the loss: as many micro-batches are in a sweep as have room at a
         block, or all of them ``together``.
         """
-        segments = self._run.segments
+        segments, division = self._run.segments, self._run.division
+        together |= division.is_divided
         allowed = segments.activation_bytes + segments.spare_bytes()
         outputs: list[torch.Tensor] = []
 
@@ -104,7 +107,7 @@ class GradientSweeps:
             running=partial(backward_bytes, rows.forward),
         )
         for group, held, backward in list(groups) or [([], 0, 0)]:
-            visitor = GradientVisitor(
+            visitor = division.visitor(
                 self._visits,
                 rows,
                 slice(len(outputs), len(outputs) + len(group)),
@@ -170,14 +173,16 @@ class AdapterSteps:
 
     def gradients(self, batch: StepBatch, forward: Forward | None) -> float:
         """Add the gradients of a batch to those of the parameters. See ``Engine.gradients``."""
-        weights, workers = self._state.weights, self._run.workers
+        weights, peers = self._state.weights, self._run.division.peers
         try:
             rows = self._sweeps.rows(batch, forward)
-            if workers.rank > 0:  # earlier gradients are the same on all workers: rank 0 adds them
+            if peers.rank > 0:  # earlier gradients are the same on all workers: rank 0 adds them
                 weights.clear_gradients()
             loss = self._sweeps.sweep(rows, together=rows.weights is None)
-            if workers.size > 1:
-                weights.set_gradients(rows.summed(weights.take_gradients(), weights.forms))
+            if peers.size > 1:
+                own = weights.take_gradients()
+                device = self._run.device.torch_device
+                weights.set_gradients(summed(own, weights.forms, peers, device))
         except BaseException:
             weights.clear_gradients()
             raise

@@ -85,7 +85,7 @@ class RunState(ABC):
         """
         snapshots = self.require_snapshots("take_snapshot")
         state = self.snapshot()
-        workers = self._run.workers
+        workers = self._run.division.peers
         workers.require_same("trained parameters", workers.digest([state["parameters"]]))
         snapshots.write(Snapshot(self.version, state), keep=keep)
 
@@ -137,7 +137,7 @@ class TrainedState(RunState):
             return
         self.snapshots = Snapshots(directory, journal.chain, journal.require_version)
         self.snapshots.clear_partial()
-        newest = sync_snapshots(self.snapshots, self._run.workers)
+        newest = sync_snapshots(self.snapshots, self._run.division.peers)
         if newest is not None:
             self.restore(newest.state)
 

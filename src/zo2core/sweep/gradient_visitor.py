@@ -399,6 +399,8 @@ class GradientVisitor(Visitor):
         self._loss_scale = loss_scale
         batches = rows.batches[part]
         self._streams = [_Stream(batch) for batch in batches]
+        # of the streams that run in the present visit
+        self._numbers: Sequence[int] = range(len(batches))
         self._trained.begin_sweep()
         sizes = [forward.held_bytes(batch) for batch in batches]
         visits.inputs.room = min((len(visits.layouts) - 2) * sum(sizes), kept_bytes)
@@ -412,7 +414,9 @@ class GradientVisitor(Visitor):
         self._tied_sums: dict[tuple[str, int], torch.Tensor] = {}
         self._head = len(self._visits.layouts) - 1
         # the first with a gradient
-        self._first = next(index for index, leaves in enumerate(self._visits.leaves) if leaves)
+        self._first = next(
+            (index for index, leaves in enumerate(self._visits.leaves) if leaves), self._head
+        )
         # the last of the backward pass
         self._last = min(self._first, *self._trained.updated, self._head)
         self._is_backward = False
@@ -427,7 +431,7 @@ class GradientVisitor(Visitor):
     def visit(self, index: int, store: Store, version: int, commit: Callable[[int], None]) -> None:
         """Run a segment's forwards, or compute its gradients in the backward pass."""
         version = self.replay(index, store, version)
-        self._is_backward |= index == self._head
+        self._begin_visit(index)
         if not self._is_backward:
             commit(version)
             self._run(index)
@@ -448,6 +452,14 @@ class GradientVisitor(Visitor):
             )
         commit(updated)
 
+    def _begin_visit(self, index: int) -> None:
+        """Choose what the visit does: the backward pass begins at the head."""
+        self._is_backward |= index == self._head
+
+    def _use(self, index: int, number: int) -> Use:
+        """The use of a segment's input in the backward pass."""
+        return Use(-index, number)
+
     def _run(self, index: int) -> None:
         """Run a segment's forwards, or compute its gradients in the backward pass."""
         visits = self._visits
@@ -459,12 +471,13 @@ class GradientVisitor(Visitor):
         if index == self._head:
             self._run_head()
         elif not self._is_backward:
-            for number, stream in enumerate(self._streams):
+            for number in self._numbers:
                 visits.make_room(self._running)
-                self._run_forward(index, number, stream)
+                self._run_forward(index, number, self._streams[number])
         elif index >= self._first:
-            for number, stream in enumerate(self._streams):
-                visits.inputs.take(Use(-index, number))
+            for number in self._numbers:
+                stream = self._streams[number]
+                visits.inputs.take(self._use(index, number))
                 visits.make_room(self._running)
                 stream.passes[index].restore()
                 self._add_gradients(index, number, stream)
@@ -513,13 +526,16 @@ class GradientVisitor(Visitor):
         stream.next_input = _SegmentInput.of(outputs, nesting)
         if has_backward:
             stream.passes[index] = _Pass(partial(graph.restore, forward), outputs, inputs)
-            self._visits.inputs.put(Use(-index, number), segment_input.storages_but_of(outputs))
+            self._visits.inputs.put(
+                self._use(index, number), segment_input.storages_but_of(outputs)
+            )
 
     def _run_head(self) -> None:
         """Run the head for each micro-batch, and start the backward pass from the step's loss."""
         self._visits.inputs.end_departures()
         outputs = []
-        for number, stream in enumerate(self._streams):
+        for number in self._numbers:
+            stream = self._streams[number]
             activations, inputs = stream.next_input.with_leaves()
             del stream.next_input
             self._visits.make_room(self._running)

@@ -191,7 +191,8 @@ class WorkBuffer:
         ]
         self._reads_stores = False
         for index, parameters in enumerate(self.bound):
-            bind(index, parameters)
+            if parameters:
+                bind(index, parameters)
 
     def load_frozen(self, index: int, stores: Stores) -> None:
         """Let a segment's modules read frozen weights, from the store or else decoded or rounded

@@ -107,11 +107,12 @@ class AdapterWeights(TrainedWeights):
         layouts: Sequence[BlockLayout],
         weights: TensorReader,
         device: torch.device,
+        whole: Sequence[BlockLayout],
     ) -> None:
         super().__init__(buffer, 0)  # the version of the segments' copies rises with each sweep
-        trained = [parameter for parameter in _parameters(layouts) if not parameter.spec.frozen]
+        trained = [parameter for parameter in _parameters(whole) if not parameter.spec.frozen]
         in_blocks = [
-            parameter.spec.name for parameter in trained if not layouts[parameter.segment].resident
+            parameter.spec.name for parameter in trained if not whole[parameter.segment].resident
         ]
         if in_blocks or not trained:
             found = "no trained parameter"
@@ -127,11 +128,14 @@ class AdapterWeights(TrainedWeights):
         self.parameters: dict[str, nn.Parameter] = {}  # by name, in registration order
         # by segment: position in its store, and the parameter
         self._copies: dict[int, list[tuple[int, nn.Parameter]]] = {}
-        for segment, position, spec in trained:
+        for _, _, spec in trained:
             values = torch.empty(spec.shape, dtype=spec.dtype)
             weights.read_into(spec.name, values.view(-1))
             self.parameters[spec.name] = nn.Parameter(values.to(device))
-            self._copies.setdefault(segment, []).append((position, self.parameters[spec.name]))
+        for segment, position, spec in _parameters(layouts):
+            if not spec.frozen:
+                copy = position, self.parameters[spec.name]
+                self._copies.setdefault(segment, []).append(copy)
 
     @property
     def forms(self) -> Mapping[str, tuple[torch.Size, torch.dtype]]:

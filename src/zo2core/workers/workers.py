@@ -14,6 +14,7 @@ import zlib
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from datetime import timedelta
+from functools import partial
 from threading import Thread
 from typing import Any, NamedTuple, Self, TypeVar
 
@@ -49,9 +50,12 @@ class Split(NamedTuple):
         return slice(part * count // self.parts, (part + 1) * count // self.parts)
 
 
+BLOCKS = "blocks"  # the split in which each worker has some of the model's blocks
+
+
 def require_split(name: str) -> None:
     """Refuse a name that is not the name of a split."""
-    if name not in ("auto", "rows", "directions") and not re.fullmatch(
+    if name not in ("auto", "rows", "directions", BLOCKS) and not re.fullmatch(
         r"[1-9]\d{0,5}x[1-9]\d{0,5}", name
     ):
         raise OptionError(
@@ -59,7 +63,7 @@ def require_split(name: str) -> None:
             found=repr(name),
             expected=(
                 "auto, rows, directions, or both as 2x3: two groups for directions, three workers "
-                "each for rows"
+                "each for rows; or blocks"
             ),
             remedy="pass one of these",
         )
@@ -159,6 +163,12 @@ def require_equal(digests: Sequence[object], what: str) -> None:
             raise mismatch(rank, f"other {what} than worker 0's", "the same")
 
 
+_TAG = 1  # of tensors from one worker to another
+_HEADER = 32  # numbers that describe such tensors: context, number, and dtypes and shapes
+_DTYPES = (
+    *(torch.float32, torch.bfloat16, torch.float16, torch.float64),
+    *(torch.int64, torch.int32, torch.uint8, torch.bool),
+)
 TIMEOUT = 1800.0  # seconds that a worker waits for the others
 T = TypeVar("T")
 
@@ -177,7 +187,7 @@ class Workers:
             caller's. None: this process is the only worker.
         split: "directions", "rows", both as "2x3" (two groups for directions, three workers each
             for rows), or "auto": the split in which the busiest worker has the least to compute,
-            chosen for each step.
+            chosen for each step. "blocks": each worker has a part of the model (``Stage``).
         neighbours: Number of workers on this host, which divide its free memory.
 
     Raises:
@@ -190,6 +200,8 @@ class Workers:
         self.split, self.neighbours = split, neighbours
         self.rank: int = 0 if group is None else group.rank()
         self.size: int = 1 if group is None else group.size()
+        # in flight, with the tensors that are sent
+        self._sends: list[tuple[Any, torch.Tensor]] = []
 
     @classmethod
     def from_torchrun(cls, *, split: str = "auto", timeout: float = TIMEOUT) -> Self:
@@ -305,6 +317,67 @@ class Workers:
         sums = list(slices.view(self.size, width).unbind())  # which are no longer needed
         _connected(lambda: self._open_group().allgather([sums], [total]).wait())
         return slices[: len(tensor)]
+
+    def send(self, tensors: Sequence[torch.Tensor], rank: int, context: int) -> None:
+        """Start sending tensors to another worker, and return at once.
+
+        Args:
+            tensors: On any device; not to be changed before ``end_sends``.
+            rank: The worker, which calls ``receive`` for each call in the same order.
+            context: A number of 64 bits on which both have to agree.
+
+        Raises:
+            WorkerError: if the worker has ended.
+        """
+        header = [context - 2**63, len(tensors)]
+        for tensor in tensors:
+            header += [_DTYPES.index(tensor.dtype), tensor.dim(), *tensor.shape]
+        described = torch.zeros(_HEADER, dtype=torch.int64)
+        described[: len(header)] = torch.tensor(header)
+        contents = [tensor.detach().cpu().contiguous().view(-1) for tensor in tensors]
+        for content in (described, *(content.view(torch.uint8) for content in contents)):
+            _connected(partial(self._start_send, content, rank))
+
+    def _start_send(self, content: torch.Tensor, rank: int) -> None:
+        self._sends.append((self._open_group().send([content], rank, _TAG), content))
+
+    def receive(self, rank: int, context: int) -> list[torch.Tensor]:
+        """Wait for the next tensors that another worker sends; they are on the CPU.
+
+        Args:
+            rank: The worker.
+            context: The number with which it sends them.
+
+        Raises:
+            WorkerError: if the worker has ended, sends nothing for too long, or sends something
+                else.
+        """
+        described = torch.zeros(_HEADER, dtype=torch.int64)
+        self._receive_into(described, rank)
+        sent_context, count, *header = described.tolist()
+        if sent_context != context - 2**63:
+            raise mismatch(rank, "hidden states of another batch", "those of the same batch")
+        tensors = []
+        for _ in range(count):
+            dtype, dims, *header = header
+            tensor = torch.empty(header[:dims], dtype=_DTYPES[dtype])
+            header = header[dims:]
+            self._receive_into(tensor.view(-1).view(torch.uint8), rank)
+            tensors.append(tensor)
+        return tensors
+
+    def _receive_into(self, tensor: torch.Tensor, rank: int) -> None:
+        _connected(lambda: self._open_group().recv([tensor], rank, _TAG).wait())
+
+    def end_sends(self) -> None:
+        """Wait until everything is sent.
+
+        Raises:
+            WorkerError: if a worker has ended, or receives nothing for too long.
+        """
+        while self._sends:
+            work, _ = self._sends.pop(0)
+            _connected(work.wait)
 
     def broadcast(self, content: bytes, owner: int) -> bytes:
         """Return the content that the worker of rank ``owner`` passes.
