@@ -69,11 +69,12 @@ from zo2adapters.models.footprint import (
     router_bytes,
     vision_bytes,
 )
-from zo2adapters.models.library_names import cache_argument
+from zo2adapters.models.library_names import ForCausalLMLoss, cache_argument
 from zo2adapters.models.low_rank import LowRankModules, set_batch_shape
 from zo2adapters.models.module_use import ModuleUse, module_use
 from zo2adapters.models.routed_experts import MOST, RoutedExperts, expected_share, routed_stacks
 from zo2adapters.models.skeleton import CallRecorder, CutError, LayerCall, LayerCalls, Stub
+from zo2adapters.models.token_loss import causal_lm_loss
 from zo2core import Batch, Forward, ZO2Error
 from zo2core.checkpoint.shards import BaseFiles
 from zo2core.errors import BatchError, OptionError, UnsupportedModelError
@@ -200,6 +201,8 @@ class HFBlockModel:
         self._device = torch.device("cpu")  # where the modules' buffers are
         # with stubs for its layers; only the weights that an engine has bound have values
         self.skeleton = skeleton
+        if skeleton.loss_function is ForCausalLMLoss:
+            skeleton.loss_function = causal_lm_loss
         self.loss_function = skeleton.loss_function  # which may be replaced later
         self._called: Callable[..., Any] = skeleton  # runs HF's forward
         self._recorder = CallRecorder()

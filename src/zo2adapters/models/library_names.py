@@ -80,6 +80,7 @@ with names_of("transformers"):
     from transformers.core_model_loading import build_glob_alternation as build_glob_alternation
     from transformers.core_model_loading import dot_natural_key as dot_natural_key
     from transformers.core_model_loading import rename_source_key as rename_source_key
+    from transformers.loss.loss_utils import ForCausalLMLoss as ForCausalLMLoss
     from transformers.modeling_gguf_pytorch_utils import TENSOR_PROCESSORS as TENSOR_PROCESSORS
     from transformers.modeling_gguf_pytorch_utils import TensorProcessor as TensorProcessor
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS as ROPE_INIT_FUNCTIONS
