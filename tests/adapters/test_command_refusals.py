@@ -134,6 +134,7 @@ REFUSED: list[tuple[str, str]] = [
     ("chat --model base --adapter lora", "--adapter"),
     ("chat --model base --at 1", "--at"),
     ("chat --model mine", "the directory of a run; expected a model. What to do: zo2 chat mine"),
+    ("convert --model base --output out.gguf --quantize nf4", "pass --output out, a directory"),
     ("chat --model base", "zo2 generate"),  # it has no chat template
     (f"{TRAIN} --model /nowhere", "no directory"),
     (f"{TRAIN} --data /nowhere.jsonl", "nowhere.jsonl"),

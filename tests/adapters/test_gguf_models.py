@@ -559,9 +559,13 @@ def test_what_llama_cpp_would_not_follow_is_not_written(tmp_path: Path) -> None:
         "rope_theta": 1e4,
         "original_max_position_embeddings": 32,
     }
-    mixture = r"experts\.gate_up_proj, for which llama.cpp's qwen3moe has no tensor"
+    plain = save_directory(tmp_path / "mixture", "qwen3moe", norm_topk_prob=False)
+    dense = save_directory(tmp_path / "dense", "qwen3moe", mlp_only_layers=[0])
+    window = save_directory(tmp_path / "window", "mixtral", sliding_window=8)
     for base, told in (
-        (save_gguf(tmp_path / "base.gguf", "qwen3moe", EXPORTED), mixture),
+        (plain, "norm_topk_prob False"),
+        (dense, r"mlp_only_layers \[0\]"),
+        (window, "sliding_window 8"),
         (
             save_directory(tmp_path / "spaces", "llama", pre_tokenizers.Whitespace()),
             "BPE over Whitespace",
@@ -573,9 +577,7 @@ def test_what_llama_cpp_would_not_follow_is_not_written(tmp_path: Path) -> None:
         assert not (tmp_path / "out").exists()
 
 
-@pytest.mark.parametrize(
-    "architecture", [name for name in GGUF_ARCHITECTURES if name != "qwen3moe"]
-)
+@pytest.mark.parametrize("architecture", GGUF_ARCHITECTURES)
 def test_a_gguf_base_is_written_as_it_is_decoded(architecture: str, tmp_path: Path) -> None:
     base = save_gguf(tmp_path / "base.gguf", architecture, EXPORTED)
     written = export(base, tmp_path / "out", kind="F32")
@@ -599,7 +601,62 @@ SIZES = (
 DECISIVE = (*SIZES, "rope_parameters", "max_position_embeddings", "bos_token_id", "eos_token_id")
 
 
-@pytest.mark.parametrize("architecture", ["llama", "qwen2", "qwen3"])
+@pytest.mark.parametrize(
+    ("architecture", "changes"),
+    [
+        ("llama", {"attention_bias": True, "mlp_bias": True}),
+        ("llama", {"attention_bias": True}),
+        ("llama", {"head_dim": 32}),
+        ("qwen3", {"head_dim": 32}),
+        ("qwen3moe", {"head_dim": 32, "moe_intermediate_size": 96}),
+    ],
+)
+def test_what_transformers_reader_leaves_out_is_read_back(
+    architecture: str, changes: dict[str, Any], tmp_path: Path
+) -> None:
+    base = save_directory(tmp_path / "base", architecture, **changes)
+    assert loss(export(base, tmp_path / "out")) == loss(base)
+
+
+@pytest.mark.parametrize("kind", ["F32", "Q8_0"])
+@pytest.mark.parametrize("family", ["qwen3moe", "mixtral"])
+def test_a_mixture_has_the_tensors_of_llama_cpps_converter(
+    family: str, kind: Any, tmp_path: Path
+) -> None:
+    base = save_directory(tmp_path / "base", family)
+    written = read_gguf(export(base, tmp_path / "out", kind=kind))
+    whole = AutoModelForCausalLM.from_pretrained(base)
+    architecture = "llama" if family == "mixtral" else family
+    expected = tensors(architecture, whole, lambda name: kind, np.random.default_rng(0))
+    assert {tensor.name for tensor in expected} == written.tensors.keys()
+    for tensor in expected:
+        entry = written.tensors[tensor.name]
+        assert (entry.dtype, tuple(entry.shape)) == (tensor.kind, tuple(tensor.shape))
+        assert entry.read() == tensor.content, tensor.name
+    values = written.metadata
+    assert values[f"{architecture}.expert_count"] == 4
+    assert values[f"{architecture}.expert_used_count"] == 2
+    assert values.get("qwen3moe.expert_feed_forward_length") == (
+        768 if family == "qwen3moe" else None
+    )
+
+
+@pytest.mark.parametrize("family", ["llama", "mixtral", "qwen3moe"])
+def test_the_size_is_that_of_llama_cpps_converter(family: str, tmp_path: Path) -> None:
+    written = read_gguf(export(save_directory(tmp_path / "base", family), tmp_path / "out"))
+    writer = gguf.GGUFWriter(None, "llama")
+    for name, entry in written.tensors.items():
+        writer.add_tensor_info(name, entry.shape, np.dtype(np.float32), 0)
+    assert written.text("general.size_label") == gguf.size_label(
+        *writer.get_total_parameter_count()
+    )
+    # a size in the directory's name that fits the weights
+    named = save_directory(tmp_path / "tiny-0.1M", "llama", num_hidden_layers=3)
+    out = read_gguf(export(named, tmp_path / "named"))
+    assert out.text("general.size_label") == "0.1M"
+
+
+@pytest.mark.parametrize("architecture", ["llama", "qwen2", "qwen3", "qwen3moe"])
 @pytest.mark.parametrize("tied", [True, False])
 def test_a_directory_is_written_as_transformers_reads_it(
     architecture: str, tied: bool, tmp_path: Path
@@ -626,7 +683,7 @@ def test_matrices_are_rounded_to_the_type(kind: Any, tmp_path: Path) -> None:
     written = read_gguf(export(base, tmp_path / "out", kind=kind))
     assert {entry.dtype for entry in written.tensors.values() if len(entry.shape) == 2} == {kind}
     version = written.metadata.get("general.quantization_version")
-    assert version == (2 if kind == "Q8_0" else None)
+    assert version == 2
     original = weights(base)["model.layers.0.mlp.down_proj.weight"].numpy()
     expected = gguf.quantize(original, gguf.GGMLQuantizationType[kind]).tobytes()
     assert written.tensors["blk.0.ffn_down.weight"].read() == expected

@@ -243,6 +243,7 @@ def test_what_cannot_be_merged_is_refused_and_nothing_is_written(here: Path) -> 
     ):
         told = refusal(command, "--run", "first", "--output", name)
         assert f"{name}: found the name of a file; expected a directory" in told
+        assert (name.endswith(".gguf")) == ("--format gguf" in told)
         assert f"pass --output {name.partition('.')[0]}, a directory" in told
         assert not Path(name).exists()
     assert not Path("merged").exists()

@@ -17,6 +17,7 @@ from transformers import (
     Gemma2Config,
     Gemma3TextConfig,
     LlamaConfig,
+    MixtralConfig,
     Phi3Config,
     PretrainedConfig,
     PreTrainedModel,
@@ -111,6 +112,7 @@ _KINDS: dict[str, type[PretrainedConfig]] = {
     "qwen2": Qwen2Config,
     "qwen3": Qwen3Config,
     "qwen3moe": Qwen3MoeConfig,
+    "mixtral": MixtralConfig,
     "phi3": Phi3Config,
     "gemma2": Gemma2Config,
     "gemma3": Gemma3TextConfig,
@@ -138,6 +140,8 @@ def tiny_config(architecture: str, **changes: Any) -> PretrainedConfig:
     if architecture == "qwen3moe":
         shape |= {"num_experts": 4, "num_experts_per_tok": 2, "norm_topk_prob": True}
         shape |= {"moe_intermediate_size": 768}  # transformers' reader has no other
+    if architecture == "mixtral":
+        shape |= {"num_local_experts": 4, "num_experts_per_tok": 2}
     if architecture.startswith("gemma"):
         shape |= {"tie_word_embeddings": True}
     if architecture == "phi3":

@@ -32,6 +32,19 @@ if TYPE_CHECKING:
 _FILES = (".gguf", ".safetensors", ".bin", ".pt")  # endings of files, which no output directory has
 
 
+def _refuse_name_of_file(output: Path) -> None:
+    """Refuse an output with the ending of a file, and say how a GGUF file is written."""
+    if output.suffix.lower() not in _FILES:
+        return
+    name = output.with_suffix("")
+    remedy = f"pass --output {name}, a directory for the files"
+    if output.suffix.lower() == ".gguf":
+        remedy += f"; zo2 export --run RUN --format gguf --output {name} writes a GGUF file into it"
+    raise OutputError(
+        output, "the name of a file", "a directory, which gets the model's files", remedy
+    )
+
+
 @dataclass(frozen=True, kw_only=True)
 class WritesDirectory(AtStep):
     """A command that writes the model of a step into a directory, which appears complete or not at
@@ -45,15 +58,7 @@ class WritesDirectory(AtStep):
         """Refuse what can be refused before anything is opened."""
         super().check()
         refuse_used(self.output)
-        if self.output.suffix.lower() in _FILES:
-            name = self.output.with_suffix("")
-            remedy = f"pass --output {name}, a directory for the files"
-            raise OutputError(
-                self.output,
-                "the name of a file",
-                "a directory, which gets the model's files",
-                remedy,
-            )
+        _refuse_name_of_file(self.output)
 
     def run(self) -> None:
         """Replay the run and write the model."""
@@ -316,6 +321,7 @@ class Convert(Command):
     def check(self) -> None:
         """Refuse what can be refused before anything is opened."""
         refuse_used(self.output)
+        _refuse_name_of_file(self.output)
         if self.quantize is not None:
             require_model(self.model, has_tokenizer=False)
         elif not self.model.is_dir():

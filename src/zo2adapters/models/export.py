@@ -13,6 +13,7 @@ layer, and nothing of the others.
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import closing
 from copy import deepcopy
@@ -29,7 +30,7 @@ from transformers import PreTrainedTokenizerBase
 from zo2adapters.models import gguf_model, peft_adapter
 from zo2adapters.models.adapter_files import ADAPTER_NAME, FILE_PREFIX, SAVED
 from zo2adapters.models.checkpoint import end_token_ids
-from zo2adapters.models.gguf_model import LlamaCppLayout
+from zo2adapters.models.gguf_model import LlamaCppLayout, Place
 from zo2adapters.models.hf import NO_FILES, Files, HFBlockModel, HFHeadModel
 from zo2adapters.models.library_names import Conv1D
 from zo2adapters.models.model_files import is_gguf
@@ -56,8 +57,18 @@ MODEL = "model.gguf"
 ADAPTER = "adapter.gguf"
 MODELFILE = "Modelfile"
 _TYPES = {torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16", torch.float64: "F32"}
-# written from the Hugging Face layout; llama.cpp calls them the same
-_ARCHITECTURES = ("llama", "qwen2", "qwen3")
+# written from the Hugging Face layout: llama.cpp's names by model type
+_ARCHITECTURES = {
+    **{name: name for name in ("llama", "qwen2", "qwen3")},
+    "qwen3_moe": "qwen3moe",
+    "mixtral": "llama",
+}
+# of models that llama.cpp computes otherwise: values of the config that it does not read
+_UNREAD: Mapping[str, Mapping[str, object]] = {
+    "qwen3_moe": {"norm_topk_prob": True, "mlp_only_layers": [], "decoder_sparse_step": 1},
+    "mixtral": {"sliding_window": None},
+}
+_QUANTIZATION_VERSION = 2  # of llama.cpp's blocks
 _FLOAT32_MATRICES = 4
 _LAYER = ("lora_A.weight", "lora_B.weight")
 _TABLE = ("lora_embedding_A", "lora_embedding_B")
@@ -343,14 +354,22 @@ def export_gguf(
         metadata: dict[str, Any] = {}
         if file is None:
             metadata = _metadata(model, architecture, base, names) | _further_ends(further)
-        named = _tensor_names(specs, layout, base)
+        places = _places(specs, layout, base)
         chosen = _TYPES[specs[0].dtype] if kind == "auto" else kind
         metadata |= _type_metadata(chosen)
+        if file is None:
+            metadata["general.size_label"] = _size_label(base, places)
         rotary = _rotary_factors(model, file)
         infos = [(name, tuple(tensor.shape), "F32") for name, tensor in rotary.items()]
-        infos += [(named[spec.name], spec.shape, _type_of(spec.shape, chosen)) for spec in specs]
+        infos += [
+            (place.tensor, place.shape, _type_of(place, chosen))
+            for spec in specs
+            for place in places[spec.name]
+        ]
         tensors = (
-            (named[name], layout.write(named[name], tensor.float())) for name, tensor in parameters
+            (place.tensor, layout.write(place.tensor, place.taken_from(tensor.float())))
+            for name, tensor in parameters
+            for place in places[name]
         )
         values = chain(rotary.items(), tensors)
         gguf_model.write_gguf(
@@ -363,14 +382,19 @@ def _architecture(model: HFBlockModel, base: Path, file: GGUFFile | None) -> str
     """llama.cpp's name of a model's architecture."""
     if file is not None:
         return str(file.metadata["general.architecture"])
-    architecture: str = model.config.model_type
-    if architecture not in _ARCHITECTURES:
+    model_type: str = model.config.model_type
+    if model_type not in _ARCHITECTURES:
         raise gguf_model.unwritable(
             base,
-            f"model type {architecture}",
+            f"model type {model_type}",
             f"a GGUF base, or one of {', '.join(_ARCHITECTURES)}",
         )
-    return architecture
+    for name, expected in _UNREAD.get(model_type, {}).items():
+        value = getattr(model.config, name, expected)
+        if value != expected:
+            found = f"{name} {str(value)[:40]}"
+            raise gguf_model.unwritable(base, found, f"{expected}, as llama.cpp computes it")
+    return _ARCHITECTURES[model_type]
 
 
 def _base_lines(base: Path, file: GGUFFile | None) -> list[str]:
@@ -391,24 +415,40 @@ def _further_ends(tokens: Sequence[int]) -> dict[str, Any]:
     return {f"tokenizer.ggml.{end}_token_id": token for end, token in ends}
 
 
-def _tensor_names(
+def _places(
     specs: Sequence[ParameterSpec], layout: LlamaCppLayout, base: Path
-) -> dict[str, str]:
-    """llama.cpp's names of parameters, by their names in the model."""
-    named = {mine: theirs for theirs, mine in layout.names([spec.name for spec in specs]).items()}
-    unnamed = next((spec.name for spec in specs if spec.name not in named), None)
+) -> dict[str, list[Place]]:
+    """The tensors of each parameter in llama.cpp's files."""
+    places = layout.places({spec.name: spec.shape for spec in specs})
+    unnamed = next((spec.name for spec in specs if spec.name not in places), None)
     if unnamed is not None:
         found = f"{unnamed}, for which llama.cpp's {layout.architecture} has no tensor"
         raise gguf_model.unwritable(base, found, "the tensors of its models")
-    return named
+    return places
 
 
 def _type_metadata(chosen: str) -> dict[str, Any]:
     """The metadata of the type that most tensors have."""
-    metadata = {"general.file_type": {"F32": 0, "F16": 1, "Q8_0": 7, "BF16": 32}[chosen]}
-    if chosen == "Q8_0":
-        metadata["general.quantization_version"] = 2
-    return metadata
+    return {
+        "general.file_type": {"F32": 0, "F16": 1, "Q8_0": 7, "BF16": 32}[chosen],
+        gguf_model.QUANTIZATION_VERSION: _QUANTIZATION_VERSION,
+    }
+
+
+def _size_label(base: Path, places: Mapping[str, Sequence[Place]]) -> str:
+    """The size of a model as llama.cpp's converter writes it: by the directory's name, else by the
+    number of parameters, of a mixture those of one expert of each block.
+    """
+    import gguf
+
+    shapes = {place.tensor: place.shape for tensors in places.values() for place in tensors}
+    experts = {name: shape for name, shape in shapes.items() if len(shape) > 2}
+    total = sum(map(math.prod, shapes.values()))
+    of_experts = sum(math.prod(shape[1:]) for shape in experts.values())
+    shared = total - sum(map(math.prod, experts.values()))
+    named = gguf.Metadata.load(None, base, None, total).size_label
+    count = max((shape[0] for shape in experts.values()), default=0)
+    return str(named or gguf.size_label(total, shared, of_experts, count))
 
 
 def _rotary_factors(model: HFBlockModel, file: GGUFFile | None) -> dict[str, torch.Tensor]:
@@ -468,13 +508,13 @@ def _quoted(text: str) -> str:
     return quoted
 
 
-def _type_of(shape: Sequence[int], chosen: str) -> str:
-    """The type of a tensor: F32 for vectors, F16 for rows that are not whole blocks, as in
-    llama.cpp's converter.
+def _type_of(place: Place, chosen: str) -> str:
+    """The type of a tensor: F32 for vectors and routers, F16 for rows that are not whole blocks, as
+    in llama.cpp's converter.
     """
-    if len(shape) == 1:
+    if len(place.shape) == 1 or gguf_model.ROUTER in place.tensor:
         return "F32"
-    return "F16" if shape[-1] % GGUF_BLOCKS[chosen].weights else chosen
+    return "F16" if place.shape[-1] % GGUF_BLOCKS[chosen].weights else chosen
 
 
 def _metadata(
@@ -511,6 +551,7 @@ def _metadata(
         "attention.layer_norm_rms_epsilon": float(config.rms_norm_eps),
         "rope.freq_base": float(rotary.get("rope_theta", 10000.0)),
     }
+    fields |= _fields_of_experts(config)
     named = {
         "general.type": "model",
         "general.name": base.name,
@@ -520,6 +561,17 @@ def _metadata(
         **named,
         **gguf_model.vocabulary(tokenizer, model.layouts[0].parameters[0].shape[0], base),
     }
+
+
+def _fields_of_experts(config: Any) -> dict[str, Any]:
+    """The metadata of a mixture's experts; none of a dense model."""
+    counts = (getattr(config, name, None) for name in ("num_experts", "num_local_experts"))
+    count = next((count for count in counts if count is not None), None)
+    if count is None:
+        return {}
+    fields = {"expert_count": count, "expert_used_count": config.num_experts_per_tok}
+    width = getattr(config, "moe_intermediate_size", None)
+    return fields if width is None else {**fields, "expert_feed_forward_length": width}
 
 
 def _loras(model: PeftBlockModel, layout: LlamaCppLayout) -> dict[str, tuple[str, float]]:

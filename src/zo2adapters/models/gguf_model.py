@@ -18,7 +18,7 @@ from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -70,8 +70,9 @@ GGUF_ARCHITECTURES = ("llama", "qwen2", "qwen3", "qwen3moe", "phi3", "gemma2", "
 GGUF_EXTRA = "zo2core[gguf]"
 # Llama 3.1's scaling of rotary frequencies, which is not in the metadata
 ROTARY_FACTORS = "rope_freqs.weight"
+QUANTIZATION_VERSION = "general.quantization_version"
 # the writer's own
-_REPLACED = ("general.file_type", "general.quantization_version", "general.architecture")
+_REPLACED = ("general.file_type", QUANTIZATION_VERSION, "general.architecture")
 _FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 # layers; llama.cpp recognises by this number the Gemma 2 whose attention has another scale
 _LARGE_GEMMA2 = 46
@@ -80,7 +81,23 @@ _LARGE_GEMMA2 = 46
 # architectures of experts in a stack a projection, all of which are routed to
 _MIXTURES = ("qwen3moe",)
 _EXPERTS = re.compile(r"blk\.(\d+)\.ffn_(gate|up|down)_exps\.weight")
-_ROUTER = ".ffn_gate_inp."
+# the projections in each stack of matrices of transformers' mixtures
+_STACKS = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
+ROUTER = ".ffn_gate_inp."  # whose matrices are float32 in every file
+
+
+class Place(NamedTuple):
+    """A tensor of a GGUF file, which is a parameter of the model or a part of one."""
+
+    tensor: str  # llama.cpp's name
+    shape: tuple[int, ...]
+    first_row: int = 0  # of the parameter's rows; of a stack, of those of each of its matrices
+
+    def taken_from(self, parameter: torch.Tensor) -> torch.Tensor:
+        """The rows of the parameter that are this tensor."""
+        if len(self.shape) == 1:
+            return parameter
+        return parameter.narrow(-2, self.first_row, self.shape[-2])
 
 
 class LlamaCppLayout:
@@ -108,6 +125,24 @@ class LlamaCppLayout:
             if gguf_name is not None:
                 names[f"{gguf_name}.{leaf}"] = name
         return names
+
+    def places(self, parameters: Mapping[str, tuple[int, ...]]) -> dict[str, list[Place]]:
+        """The tensors of each parameter, given their shapes; several of a stack of experts that
+        holds two projections. Parameters for which llama.cpp has no tensor are left out.
+        """
+        named = {mine: theirs for theirs, mine in self.names(parameters).items()}
+        places = {name: [Place(named[name], parameters[name])] for name in named}
+        for name, shape in parameters.items():
+            path, _, leaf = name.rpartition(".")
+            if len(shape) == 3 and leaf in _STACKS:
+                parts = [f"{path}.{part}.weight" for part in _STACKS[leaf]]
+                rows = shape[1] // len(parts)
+                tensors = self.names(parts)
+                places[name] = [
+                    Place(tensor, (shape[0], rows, shape[2]), index * rows)
+                    for index, tensor in enumerate(tensors)
+                ]
+        return {name: found for name, found in places.items() if found}
 
     def heads(self, name: str, shape: tuple[int, ...]) -> int:
         """Number of heads whose rows llama.cpp stores in pairs; 0 for vectors and for matrices in
@@ -163,6 +198,8 @@ class LlamaCppLayout:
         """Convert a tensor from the model's values to the file's, float32: the inverse of
         reading.
         """
+        if len(weights.shape) > 2:
+            return weights
         if len(weights.shape) == 2:
             heads = self.heads(name, tuple(weights.shape))
             return weights[_order(len(weights), heads)] if heads else weights
@@ -216,7 +253,7 @@ class GGUFModel:
         dtypes = {
             entry.dtype
             for entry in self.entries.values()
-            if len(entry.shape) > 1 and _ROUTER not in entry.name
+            if len(entry.shape) > 1 and ROUTER not in entry.name
         }
         return _FLOATS.get(dtypes.pop(), torch.float32) if len(dtypes) == 1 else torch.float32
 
@@ -330,12 +367,24 @@ class GGUFModel:
         # transformers saw no tensors
         config.tie_word_embeddings = "output.weight" not in self.entries
         config.name_or_path = ""
+        self._complete(config)
         if self._architecture in _MIXTURES:
             config.moe_intermediate_size = self._experts_width()
         factors = rotary_factors(self.file)
         if factors is not None:
             config.rope_parameters = self._scaled_rotary(config, factors)
         return config
+
+    def _complete(self, config: PretrainedConfig) -> None:
+        """Set what transformers' reader leaves at its defaults: the size of heads, and whether
+        projections have biases, which their tensors show.
+        """
+        head = self.file.metadata.get(f"{self._architecture}.attention.key_length")
+        if type(head) is int and 0 < head < 1 << 20 and hasattr(config, "head_dim"):
+            config.head_dim = head
+        if self._architecture == "llama":
+            config.attention_bias = "blk.0.attn_q.bias" in self.entries
+            config.mlp_bias = "blk.0.ffn_up.bias" in self.entries
 
     def _experts_width(self) -> int:
         """The number of each expert's hidden features, which transformers' reader leaves at its
