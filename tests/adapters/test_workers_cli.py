@@ -786,3 +786,41 @@ def test_stages_go_on_after_one_was_killed_at_any_write(
     ended_whole = run_here(*train(place, whole, "--micro-batch-size", 1, "--snapshot-every", 2))
     assert ended_whole.status == 0, ended_whole.err
     assert_same_run(tmp_path / "run", whole)
+
+
+GENERATED = ("--prompt", "the cat", "the dog is", "a", "--max-new-tokens", 5)
+
+
+@pytest.mark.parametrize("more", [(), ("--temperature", "0.9", "--seed", 3)])
+def test_stages_generate_what_one_process_does(
+    more: Sequence[object], deep: Path, crew: Crew
+) -> None:
+    command = ["generate", "--model", deep / "deep" / "base", *GENERATED, *more]
+    alone_said = run_here(*command)
+    assert alone_said.status == 0, alone_said.err
+    first, second = crew.run(*command, "--split", "blocks")
+    assert (first.status, second.status) == (0, 0), (first, second)
+    assert first.out == alone_said.out
+    assert second.out == ""
+
+
+def test_stages_evaluate_answers_as_one_process_does(
+    deep: Path, crew: Crew, tmp_path: Path
+) -> None:
+    answered = [
+        {"prompt": prompt, "answers": ["yes", "no cat"]} for prompt in ("the cat", "a dog is")
+    ]
+    write_rows(tmp_path / "answers.jsonl", answered)
+    command = ["evaluate", "--model", deep / "deep" / "base", "--data", tmp_path / "answers.jsonl"]
+    alone_said = run_here(*command, "--max-new-tokens", 4)
+    assert alone_said.status == 0, alone_said.err
+    assert told_by(crew, *command, "--max-new-tokens", 4, "--split", "blocks").startswith(
+        alone_said.out
+    )
+
+
+@pytest.mark.parametrize("command", ["generate", "evaluate"])
+def test_only_blocks_are_split_without_steps(command: str, deep: Path) -> None:
+    told = [command, "--model", deep / "deep" / "base", "--split", "rows"]
+    told += ["--prompt", "a"] if command == "generate" else ["--data", deep / "rows.jsonl"]
+    assert "--split: found rows; expected auto" in refusal(*told)

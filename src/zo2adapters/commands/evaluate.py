@@ -97,10 +97,7 @@ class Evaluate(AtStep):
     def check(self) -> None:
         """Refuse what can be refused before anything is opened."""
         super().check()
-        if self.worker_options.split not in ("auto", "blocks"):
-            expected = "auto, which splits batches, or blocks"
-            raise OptionError("split", self.worker_options.split, expected, "pass one of these")
-        self.worker_options.require_workers()
+        self.worker_options.require_no_shards("auto, which splits batches")
         require_valid(self.batching)
         require_whole("max_new_tokens", self.max_new_tokens, 1, MOST_TOKENS)
         takes_labels = self.model_options.head != "causal-lm"

@@ -23,6 +23,7 @@ from zo2adapters.tasks.row_options import RowOptions, with_line_breaks
 from zo2adapters.trainers.metrics import progress_bar, sweep_bars
 from zo2adapters.trainers.option_checks import require_valid
 from zo2adapters.trainers.options import Batching, ModelOptions, Resources, RunModelOptions
+from zo2adapters.trainers.process import WorkerOptions, is_first, require_same_command
 from zo2adapters.trainers.run_directory import JOURNAL, RunDirectory, name_of
 from zo2core.errors import DataError, NonFiniteLossError, OptionError, without_effect
 from zo2core.ranges import LARGEST_WHOLE, counted, require_whole
@@ -30,7 +31,7 @@ from zo2core.ranges import LARGEST_WHOLE, counted, require_whole
 if TYPE_CHECKING:
     from zo2adapters.models.hf import HFBlockModel
     from zo2adapters.tasks.generation import Sampling
-    from zo2core import Engine, SharedBase
+    from zo2core import Engine, SharedBase, Workers
 _BASE = "none"  # name under which the base without an adapter, or before a run, is chosen
 _MOST_LABELS = 12  # that a message lists
 # how a text ends whose last character needs another token
@@ -90,14 +91,21 @@ class Generate(AtStep):
     max_new_tokens: int = 32
     """Most tokens of a continuation."""
     sampling: SamplingOptions = field(default_factory=SamplingOptions)
+    worker_options: WorkerOptions = field(default_factory=WorkerOptions)
 
     def check(self) -> None:
         """Refuse what can be refused before anything is opened."""
         super().check()
         require_valid(self.sampling, given=self.given)
+        self.worker_options.require_no_shards("auto, for one process")
 
     def run(self) -> None:
         """Print each prompt with its continuation."""
+        with self.worker_options.stages() as workers:
+            require_same_command("generate", self, workers)
+            self._generate(workers)
+
+    def _generate(self, workers: Workers | None) -> None:
         from zo2adapters.tasks.generation import require_lengths
         from zo2adapters.tasks.tokenizer import load_tokenizer
 
@@ -105,6 +113,7 @@ class Generate(AtStep):
         at = self.resolved()
         tokenizer = load_tokenizer(at.base())
         model = at.open_model()
+        quiet = not is_first(workers)
         texts = [with_line_breaks(text) for text in self.prompt]
         prompts: list[list[int]] = [tokenizer(text)["input_ids"] for text in texts]
         require_lengths(model, prompts, self.max_new_tokens)
@@ -117,10 +126,14 @@ class Generate(AtStep):
             room = _generation_bytes(model.config, len(prompts), tokens)
             with (
                 at.engine(
-                    model, activation_bytes=room, shared=shared, tokens=len(prompts)
+                    model,
+                    activation_bytes=room,
+                    workers=workers,
+                    shared=shared,
+                    tokens=len(prompts),
                 ) as engine,
-                progress_bar(total=self.max_new_tokens, unit="token") as bar,
-                sweep_bars(engine),
+                progress_bar(total=self.max_new_tokens, unit="token", quiet=quiet) as bar,
+                sweep_bars(engine, quiet=quiet),
             ):
                 steps = []
                 for step in _generated(
@@ -140,7 +153,10 @@ class Generate(AtStep):
             ]
 
         title = name_of(self.run_directory or at.model_options.adapter or Path(str(at.model)))
-        for name, found in at.with_others(model, at.named_others(self.others), continued).items():
+        results = at.with_others(
+            model, at.named_others(self.others), continued, may_share=workers is None
+        )
+        for name, found in () if quiet else results.items():
             if self.others:
                 print(f"\n{name}:" if name else f"{title}:")
             for text, ids, new in zip(texts, prompts, found, strict=True):

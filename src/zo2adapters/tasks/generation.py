@@ -160,9 +160,22 @@ class NextToken:
         """Run HF's forward up to the first layer, with the streams' cache."""
         streams = tuple(dict.fromkeys(batch[STREAM].tolist()))
         if streams not in self.caches:
-            self.caches[streams] = DynamicCache(config=self._model.config)
+            self.caches[streams] = self._new_cache()
         inputs = {key: value for key, value in batch.items() if key not in (STREAM, DRAW)}
         return self._model.prologue(inputs, self.caches[streams])
+
+    def _new_cache(self) -> Cache:
+        """A cache in which layers of other processes' blocks are those of blocks here: masks follow
+        from the number of tokens that the first layer of a kind has.
+        """
+        cache = DynamicCache(config=self._model.config)
+        blocks = self._model.layouts[1:-1]
+        here = [layer for layer, block in zip(cache.layers, blocks, strict=False) if block.used]
+        first_of_kind = {type(layer): layer for layer in reversed(here)}
+        for index, (layer, block) in enumerate(zip(cache.layers, blocks, strict=False)):
+            if not block.used:
+                cache.layers[index] = first_of_kind.get(type(layer), layer)
+        return cache
 
     def head(self, batch: Batch, activations: Activations) -> torch.Tensor:
         """Choose each row's next token: (rows,), int64."""
@@ -185,9 +198,10 @@ class NextToken:
         indices = dict(zip(streams, kept, strict=True))
         for key, cache in self.caches.items():
             if key[0] in indices:
-                cache.batch_select_indices(
-                    torch.cat([place * rows + indices[of] for place, of in enumerate(key)])
-                )
+                kept_rows = torch.cat([place * rows + indices[of] for place, of in enumerate(key)])
+                layers: list[Any] = [*cache.layers]
+                for layer in {id(layer): layer for layer in layers}.values():
+                    layer.batch_select_indices(kept_rows)
 
     def drop(self, streams: Sequence[int]) -> None:
         """Drop the keys and values of streams that have ended."""

@@ -50,6 +50,21 @@ class WorkerOptions:
                 "split", self.split, "workers of torchrun --nproc-per-node N -m zo2adapters ..."
             )
 
+    def require_no_shards(self, otherwise: str) -> None:
+        """Refuse to split the directions or rows of a command that has no steps."""
+        if self.split not in ("auto", "blocks"):
+            raise OptionError("split", self.split, f"{otherwise}, or blocks", "pass one of these")
+        self.require_workers()
+
+    @contextmanager
+    def stages(self) -> Iterator[Workers | None]:
+        """Connect this process to the others, if they divide the blocks; else None."""
+        if self.split == "auto":
+            yield None
+            return
+        with self.workers() as workers:
+            yield workers
+
     @contextmanager
     def workers(self) -> Iterator[Workers | None]:
         """Connect this process to the other workers; None if it works alone."""
