@@ -19,6 +19,8 @@ from measuring import command_line, machine, table
 
 BENCHMARKS = {  # the module of each, in which it has its name
     "accumulation": "benches.weights",
+    "accuracy": "paper.accuracy",
+    "amp": "paper.zo2",
     "compare": "benches.compare",
     "edge": "benches.edge",
     "kernels": "benches.weights",

@@ -16,7 +16,7 @@ from bench import main
 from command_lines import run_tool
 from make_checkpoint import geometries
 from measuring import Usage
-from paper.tables import MISPRINTED, TABLES, Variant
+from paper.tables import AMP, MISPRINTED, TABLES, Transfer, Variant
 from paper.zo2 import AllocatingScheduler
 from synthetic import PatternReader, block_model, scaled
 from threaded_device import ThreadedDevice, ThreadedStreams
@@ -237,3 +237,25 @@ def test_usage_counts_what_lives_and_the_most_that_lived() -> None:
     assert (usage.now, usage.peak) == (6000, 10_000)
     del second, kept
     assert usage.now == 0
+
+
+@pytest.mark.long_profile
+def test_table_5_moves_fewer_bytes_with_fewer_bits_beside_the_papers_ratios() -> None:
+    told = ("--sizes", "opt-1.3b", "--computed", "bfloat16", "--device-memory", "20MB")
+    out = run_tool(main, "amp", "--on", "bus", *SMALL, *told).out
+    found = json.loads(out.splitlines()[-1])
+    moved = {row["transfer"]: row["moved_bytes"]["upload"] for row in found["rows"]}
+    assert moved["float8-back"] < moved["bfloat16-back"] == moved["float16-back"] < moved["stored"]
+    losses = [row["losses"] for row in found["rows"]]
+    assert losses[0] != losses[1], "what travels in fewer bits is rounded"
+    cells = found["Table 5: transfer of weights in fewer bits"]
+    assert cells["opt-1.3b bfloat16, float8-back"]["paper's"] == pytest.approx(4463 / 4565)
+    assert cells["opt-1.3b bfloat16, stored"]["to stored"] == 1.0
+
+
+def test_printed_speeds_of_table_5_rise_with_fewer_bits_for_larger_models() -> None:
+    for speeds in AMP.values():
+        for model, of_model in speeds.items():
+            assert model in geometries()
+            is_faster = of_model[Transfer.FLOAT8] > of_model[Transfer.STORED]
+            assert is_faster == (model != "opt-1.3b"), "as the paper's text says"

@@ -27,6 +27,15 @@ class Variant(Enum):
     RESIDENT = "all blocks stay on the device"  # the engine's own speed without transfers
 
 
+class Transfer(Enum):
+    """The dtypes in which weights travel, both ways: the columns of Table 5."""
+
+    STORED = "stored"
+    FLOAT16 = "float16-back"
+    BFLOAT16 = "bfloat16-back"
+    FLOAT8 = "float8-back"
+
+
 class Figures(NamedTuple):
     """The printed results of one program in one setting."""
 
@@ -90,3 +99,16 @@ def _read() -> Mapping[str, Table]:
 
 
 TABLES = _read()
+
+
+def _read_amp() -> dict[str, dict[str, dict[Transfer, float]]]:
+    speeds: dict[str, dict[str, dict[Transfer, float]]] = {}
+    with Path(__file__).with_name("amp.csv").open(encoding="utf-8", newline="") as file:
+        for row in csv.DictReader(file):
+            of_model = {transfer: float(row[transfer.name.lower()]) for transfer in Transfer}
+            speeds.setdefault(row["computed"], {})[row["model"]] = of_model
+    return speeds
+
+
+# Table 5: tokens a second, by the dtype of computation and by model
+AMP = _read_amp()

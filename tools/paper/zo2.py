@@ -19,7 +19,7 @@ from measuring import WARM_UP, Usage, timed
 from synthetic import scaled
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
-from paper.tables import TABLES, Row, Variant
+from paper.tables import AMP, TABLES, Row, Transfer, Variant
 from zo2adapters.models.checkpoint import DTYPES
 from zo2adapters.trainers.verification import random_batch
 from zo2core import OverlappedScheduler, Trace, ZO2Error
@@ -32,11 +32,15 @@ A100_MEMORY = 80e9  # bytes of the paper's GPU
 HOST_SHARE = 0.8  # share of the free host memory that blocks may take, page-locked
 LR, EPS = 1e-7, 1e-3  # the paper's
 REASON = "reason"
-OPTIONS: Mapping[Variant | None, dict[str, Any]] = {  # of sides
+OPTIONS: Mapping[Variant | Transfer | None, dict[str, Any]] = {  # of sides
     None: {"whole": True},
     Variant.SERIAL: {"serial": True},
     Variant.EAGER: {"eager": True},
     Variant.RESIDENT: {"kept": "all"},
+    **{
+        transfer: {"precision": "mixed", "transfer_dtype": transfer.value, "noise": "rademacher"}
+        for transfer in Transfer
+    },
 }
 NOTES = {
     "cuda": "memory is torch.cuda.max_memory_allocated over a step",
@@ -193,11 +197,16 @@ class Setting(NamedTuple):
 
 
 # of a model, dtype, rows, tokens and variant
-Measure = Callable[[str, str, int, int, Variant | None], Outcome]
+Measure = Callable[[str, str, int, int, Variant | Transfer | None], Outcome]
 
 
 def side(
-    setting: Setting, model: str, dtype: str, rows: int, tokens: int, variant: Variant | None
+    setting: Setting,
+    model: str,
+    dtype: str,
+    rows: int,
+    tokens: int,
+    variant: Variant | Transfer | None,
 ) -> Outcome:
     """What a variant, or monolithic MeZO, takes; or the reason why it could not be measured."""
     name = "monolithic MeZO" if variant is None else f"engine {variant.value}"
@@ -209,7 +218,12 @@ def side(
 
 
 def measured_side(
-    setting: Setting, model: str, dtype: str, rows: int, tokens: int, variant: Variant | None
+    setting: Setting,
+    model: str,
+    dtype: str,
+    rows: int,
+    tokens: int,
+    variant: Variant | Transfer | None,
 ) -> Outcome:
     on, given, traffic = setting.on, OPTIONS.get(variant, {}), Traffic()
     given = {
@@ -229,15 +243,16 @@ def measured_side(
     elif on != "disk":
         given |= {"gpu": True} if on == "cuda" else {"bus": setting.bus}
     scheduler = AllocatingScheduler if variant is Variant.ALLOCATING else OverlappedScheduler
+    is_on_disk = on == "disk" or isinstance(variant, Transfer)  # geometries have one dtype
     with ExitStack() as opened:
-        if on == "disk":
+        if is_on_disk:
             folder = Path(
                 opened.enter_context(tempfile.TemporaryDirectory(dir=setting.folder)), "base"
             )
             make_checkpoint(
                 scaled(geometries()[model], setting.scale, tokens), folder, dtype=DTYPES[dtype]
             )
-        name = str(folder) if on == "disk" else model
+        name = str(folder) if is_on_disk else model
         made = Measured(side=Side(model=name, **given), scale=setting.scale, trace=traffic)
         layouts, room = made.model().layouts, setting.host_memory
         if (
@@ -346,6 +361,62 @@ def lines(found: Mapping[str, Any]) -> Iterable[tuple[str, dict[str, Any]]]:
             sum(ours["moved_bytes"].values()) / 1e6 if "moved_bytes" in ours else None
         )
         yield f"{setting}, {variant}", cells
+
+
+def amp(
+    *,
+    on: Annotated[str, ["cuda", "bus"]] = "cuda" if torch.cuda.is_available() else "bus",
+    sizes: Annotated[Sequence[str] | None, names_of(geometries()), "models; by default all"] = None,
+    computed: Annotated[Sequence[str], names_of(AMP), "dtypes of computation"] = tuple(AMP),
+    steps: Annotated[int, "number of timed steps, after two that warm up"] = 5,
+    scale: Annotated[int | None, "divisor of sizes; by default 1 on a GPU, otherwise 16"] = None,
+    bus: Annotated[str, "bytes a second of the simulated bus"] = "1GB",
+    host_memory: Annotated[
+        int | None, parse_size, "memory for blocks; by default most of the free memory"
+    ] = None,
+    device_memory: Annotated[
+        int | None, parse_size, "memory of the simulated device, without a GPU"
+    ] = None,
+    folder: Annotated[
+        Path | None, "folder for checkpoints on disk; a temporary one by default"
+    ] = None,
+) -> dict[str, Any]:
+    """Measure Table 5 of the ZO2 paper: low-bit transfer of weights in mixed precision.
+
+        python tools/bench.py amp                            on a GPU
+        python tools/bench.py amp --on bus --scale 16        without one: smaller models, a bus
+
+    Weights are stored in float32, computed with in float16 or bfloat16, and travel as they are
+    stored or in fewer bits, both ways. The table has tokens a second, the ratio to weights that
+    travel as they are stored, and the paper's ratio. '-' marks what did not fit or failed; the JSON
+    has the reason. Directions are Rademacher's, since low-bit transfer does not take MeZO's own.
+    Otherwise as ``zo2``, whose program it is.
+    """
+    by = scale or (1 if on == "cuda" else 16)
+    host = host_memory or int(HOST_SHARE * free_memory())
+    device = device_memory or int(A100_MEMORY / by**2)
+    setting = Setting(on, steps, "rademacher", by, bus, host, device, folder)
+    note = NOTES[on].format(bus=bus, memory=device / 1e6)
+    measured: dict[str, Any] = {"note": note, "scale": by, "rows": []}
+    cells: dict[str, Any] = {}
+    for dtype in computed:
+        for model, printed in AMP[dtype].items():
+            if sizes is not None and model not in sizes:
+                continue
+            sides = {
+                transfer: side(setting, model, dtype, 1, 2048, transfer) for transfer in printed
+            }
+            stored = sides[Transfer.STORED]
+            for transfer, found in sides.items():
+                measured["rows"].append(
+                    {"model": model, "computed": dtype, "transfer": transfer.value, **found}
+                )
+                cells[f"{model} {dtype}, {transfer.value}"] = {
+                    "tokens/s": found.get("speed"),
+                    "to stored": ratios(found, stored)["speed"],
+                    "paper's": printed[transfer] / printed[Transfer.STORED],
+                }
+    return {**measured, "Table 5: transfer of weights in fewer bits": cells}
 
 
 def memory(
