@@ -84,49 +84,31 @@ class AtStep(Command):
     def check(self) -> None:
         """Refuse what can be refused before anything is opened."""
         adapter = self.model_options.adapter
-        if self.model is not None or adapter is None:
-            self._require_one_model()  # else the adapter may name the model
-        if adapter is not None:
+        named = self
+        if self._is_named_by_adapter and adapter is not None:
             _require_adapter(adapter)
-        if self.saved is not None and self.run_directory is not None:
-            precision = self.saved.precision_asked()
-            self._require_as_in(replace(self.saved.model_options, precision=precision))
-            require_journal(self.run_directory / JOURNAL)
-        if self.journal is not None:
-            require_journal(self.journal)
-        model = self.model if self.saved is None else self.saved.model
-        if model is not None:
-            require_model(model, has_tokenizer=self.takes_texts)
+        else:
+            named = self.resolved()
+        if named.journal is not None:
+            require_journal(named.journal)
+        if named.model is not None:
+            require_model(named.model, has_tokenizer=self.takes_texts)
         require_device(self.resources.device)
+
+    @property
+    def _is_named_by_adapter(self) -> bool:
+        """Whether a saved adapter alone can say which model this is."""
+        has_adapter = self.model_options.adapter is not None
+        return self.model is None and self.run_directory is None and has_adapter
 
     def resolved(self) -> AtStep:
         """Fill in base, dtype and journal of the run."""
-        if (
-            self.model is None
-            and self.run_directory is None
-            and (base := self._base_of_adapter()) is not None
-        ):
+        if self._is_named_by_adapter and (base := self._base_of_adapter()) is not None:
             return replace(self, model=base).resolved()
         self._require_one_model()
-        model_options = self.model_options
         saved = self.saved
         if saved is None or self.run_directory is None:
-            model_options.require_valid()
-            if model_options.adapter is not None:
-                _require_adapter(model_options.adapter)
-            if model_options.lora_rank is not None:
-                expected = "none: the adapter that a run has trained is in its directory"
-                raise OptionError(
-                    "lora_rank",
-                    str(model_options.lora_rank),
-                    expected,
-                    "pass --run or --adapter DIR",
-                )
-            replays = self.journal is not None  # and has to round as the run did
-            precision = precision_of_run(
-                model_options.precision, is_exact=replays, on_cpu=self.resources.device == "cpu"
-            )
-            return replace(self, model_options=replace(model_options, precision=precision))
+            return self._without_run()
         saved_options = replace(saved.model_options, precision=saved.precision_asked())
         self._require_as_in(saved_options)
         return replace(
@@ -135,6 +117,21 @@ class AtStep(Command):
             model_options=saved_options,
             journal=self.run_directory / JOURNAL,
         )
+
+    def _without_run(self) -> AtStep:
+        """The same model with its precision filled in, whose options no run has."""
+        model_options = self.model_options
+        model_options.require_valid()
+        if model_options.adapter is not None:
+            _require_adapter(model_options.adapter)
+        if model_options.lora_rank is not None:
+            found = str(model_options.lora_rank)
+            expected = "none: the adapter that a run has trained is in its directory"
+            raise OptionError("lora_rank", found, expected, "pass --run or --adapter DIR")
+        replays = self.journal is not None  # and has to round as the run did
+        on_cpu = self.resources.device == "cpu"
+        precision = precision_of_run(model_options.precision, is_exact=replays, on_cpu=on_cpu)
+        return replace(self, model_options=replace(model_options, precision=precision))
 
     def _require_one_model(self) -> None:
         """Refuse none of a model and a run, and both."""

@@ -594,40 +594,43 @@ def _unnamed(option: str, named: str, found: str, where: str = "") -> OptionErro
 
 def read_differences(path: Path) -> dict[str, Mapping[object, object]]:
     """Read the names of several runs, and the options in which they differ."""
-    runs = dict[str, Mapping[object, object]]()
-    example = "a line such as small: {lr: 1e-4} for each run"
-    shared = {one.name for one in declared(Train) if one.option and one.option.is_shared}
     try:
         named = read_recipe(path)
     except OptionError as error:
-        raise OptionError(path, error.found, f"a YAML file with {example}", error.remedy) from error
+        expected = f"a YAML file with {_EXAMPLE}"
+        raise OptionError(path, error.found, expected, error.remedy) from error
     if len(named) > MOST_RUNS:
         expected = f"at most {MOST_RUNS}, which take their steps together"
         raise OptionError(path, counted(len(named), "run"), expected, "write several files")
     if not named:
         raise OptionError(path, "no run", "at least one", "write a line for each run")
-    for name, given in named.items():
-        values = {} if given is None else given
-        if not (isinstance(name, str) and _NAME.fullmatch(name)) or not isinstance(values, dict):
-            expected = (
-                "a name of letters and digits, which its directory gets, and its options, for "
-                "each run"
-            )
-            raise OptionError(path, f"{name!r}: {str(values)[:80]}", expected, f"write {example}")
-        if name.lower() in _OWN_FILES:
-            raise OptionError(
-                path,
-                f"a run named {name}",
-                f"a name that is none of {', '.join(_OWN_FILES)}, files beside the runs",
-                "give the run another name",
-            )
-        if common := [str(key) for key in values if key in shared]:
-            remedy = f"pass {flag(common[0])} for all runs"
-            raise OptionError(
-                f"{path}, {name}", common[0], "options in which runs of one base may differ", remedy
-            )
-        runs[name] = values
-    return runs
+    return dict(_named_differences(path, name, values) for name, values in named.items())
+
+
+_EXAMPLE = "a line such as small: {lr: 1e-4} for each run"
+
+
+def _named_differences(
+    path: Path, name: object, given: object
+) -> tuple[str, Mapping[object, object]]:
+    """The name of one of several runs, and the options in which it differs."""
+    values = {} if given is None else given
+    if not (isinstance(name, str) and _NAME.fullmatch(name)) or not isinstance(values, dict):
+        found = f"{name!r}: {str(values)[:80]}"
+        expected = (
+            "a name of letters and digits, which its directory gets, and its options, for each run"
+        )
+        raise OptionError(path, found, expected, f"write {_EXAMPLE}")
+    if name.lower() in _OWN_FILES:
+        found = f"a run named {name}"
+        expected = f"a name that is none of {', '.join(_OWN_FILES)}, files beside the runs"
+        raise OptionError(path, found, expected, "give the run another name")
+    shared = {one.name for one in declared(Train) if one.option and one.option.is_shared}
+    if common := [str(key) for key in values if key in shared]:
+        expected = "options in which runs of one base may differ"
+        remedy = f"pass {flag(common[0])} for all runs"
+        raise OptionError(f"{path}, {name}", common[0], expected, remedy)
+    return name, values
 
 
 def train_together(runs: Mapping[str, TrainOptions], output: Path) -> None:
