@@ -663,6 +663,16 @@ class GradientRun(RunMethod):
             seed=options.seed % (1 << 62),
         )
 
+    @property
+    def turn(self) -> int | None:
+        """Steps of a segment's turn; None: all are changed by each step."""
+        return None if self.update is None else self.update.turn
+
+    @property
+    def measures_gradients(self) -> bool:
+        """Whether a sweep measures the gradients before another one applies them."""
+        return self.update is not None and self.options.optimization.measures_gradients
+
     def steps(self) -> FirstOrder:
         """By the optimizer."""
         asked = self.options.optimization
@@ -773,7 +783,8 @@ class GradientRun(RunMethod):
                 f"each, {often}"
             )
         assert self.update is not None, "blocks of all parameters stream"
-        turn, every = self.update.turn, self.commit_every
+        turn = self.turn
+        every = self.commit_every
         what = (
             "changed blocks with their states, a commit every "
             f"{'step' if every == 1 else f'{every} steps'}"
@@ -839,8 +850,8 @@ class GradientRun(RunMethod):
         assert self.commit_every is not None, "they are committed"
         layouts = self.request(model, StepMemory(1, 1)).on_disk
         sizes = [whole_pages(layout.nbytes) for layout in layouts if layout.parameters]
-        if self.update.turn is not None:
-            return sum(sizes) / len(sizes) / self.update.turn
+        if self.turn is not None:
+            return sum(sizes) / len(sizes) / self.turn
         if self.commit_every == 1:
             return sum(sizes)
         blocks = [whole_pages(layout.nbytes) for layout in layouts if not layout.resident]
@@ -883,7 +894,7 @@ class GradientRun(RunMethod):
         host = plan(self.request(model, memory), Machine(), MeasuredSpeeds(model.weights)).host_plan
         nbytes = self.written(model, host.buckets)
         if 1000 * nbytes > limit * 1e12:
-            turns = self.update is not None and self.update.turn is not None
+            turns = self.turn is not None
             remedy = (
                 "--switch-every" if turns else "--snapshot-every, where memory has room for blocks"
             )

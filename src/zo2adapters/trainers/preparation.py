@@ -47,6 +47,15 @@ class FittingPlan(NamedTuple):
     spec: RunSpec
     speeds: MeasuredSpeeds
 
+    @property
+    def options(self) -> TrainOptions:
+        """The options of the run."""
+        return self.method.options
+
+    def read_seconds(self, nbytes: float) -> float:
+        """Seconds to read so many bytes of blocks from disk."""
+        return nbytes / self.speeds.reading(self.spec.layouts) if nbytes else 0.0
+
 
 class PreparedRun(NamedTuple):
     """A run whose inputs were read, and whose memory was planned."""

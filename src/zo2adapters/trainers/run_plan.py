@@ -44,7 +44,6 @@ from zo2adapters.trainers.run_inputs import (
     BatchShape,
     Division,
     RowlessInputs,
-    RowShapes,
     RunInputs,
     RunStart,
 )
@@ -55,7 +54,7 @@ from zo2core.estimators.factors import kept_bytes_a_step
 from zo2core.estimators.perturbation import require_perturbation
 from zo2core.kernels.low_bit import low_bit_layout
 from zo2core.optimizers.registry import OPTIMIZERS
-from zo2core.planning.memory import Machine, MemoryPart, RunRequest, RunSpec, plan
+from zo2core.planning.memory import Machine, MemoryPart, RunRequest, plan
 from zo2core.planning.speeds import (
     MeasuredSpeeds,
     evaluation_seconds,
@@ -340,347 +339,352 @@ def plan_run(
         require_perturbation(
             fitting.request.perturbation, fitting.model, method.estimator, fitting.request.noise
         )
-    options = method.options
-    spec = fitting.spec
-    forecast = _Forecast(
-        options, fitting.model, fitting.shapes, fitting.request, spec, fitting.speeds
-    )
+    options = fitting.options
     if options.storage.device != "cpu":
-        return forecast.on_device()
+        return _device_plan(fitting)
     planned = (
-        forecast.of_gradients(method, measures_snapshots=measures_snapshots)
+        _first_order_plan(fitting, method, measures_snapshots=measures_snapshots)
         if isinstance(method, GradientRun)
-        else forecast.of_zeroth_order()
+        else _zeroth_order_plan(fitting)
     )
-    nbytes = sum(layout.nbytes for layout in spec.layouts)
+    nbytes = sum(layout.nbytes for layout in fitting.spec.layouts)
     evaluations = options.evaluations_from(0)
     planned = replace(planned, model_bytes=nbytes, steps=options.steps, evaluations=evaluations)
     if not evaluations:
         planned = replace(planned, evaluation_seconds=0.0)
-    return planned if runs is None else forecast.together(planned, runs)
+    return planned if runs is None else _plan_together(fitting, planned, runs)
 
 
-class _Forecast(NamedTuple):
-    """What the plan of a run follows from."""
+def _zeroth_order_plan(fitting: FittingPlan) -> RunPlan:
+    """The plan of zeroth-order steps on the CPU."""
+    request = fitting.request
+    speeds = fitting.speeds
+    layouts = fitting.spec.layouts
+    every = fitting.spec.write_back_every
+    # a sweep for each token
+    write_back = request.write_back
+    generated = fitting.options.rewards.new_tokens or 1
+    assert write_back is not None, "a run on the CPU may write blocks back"
+    host_plan = with_kept_memory(fitting.spec.host_plan, request.memory.activation_bytes)
+    read = streamed_bytes(layouts, host_plan.buckets) * generated
+    write_seconds = 0.0
+    lag = 0.0
+    if isinstance(request.perturbation, LowRankPerturbation):
+        written = kept_bytes_a_step(request.perturbation, layouts, write_back.bytes_a_step)
+    else:
+        written = 1e9 * terabytes_written(layouts, every)
+        lag = 1.0
+        if host_plan.buckets is not None and every is not None:
+            lag = (every + 1) / 2
+            write_seconds = written / speeds.writing(Path(write_back.directory)) if written else 0.0
+    replay = speeds.replay(request.noise, layouts, in_place=request.perturb_in_place)
+    beside = replay * fitting.options.optimization.queries * lag + probes.decoding_seconds(layouts)
+    return RunPlan(
+        host_plan=host_plan,
+        write_back_every=every,
+        scratch_bytes=0 if every is None else slot_bytes(layouts),
+        read_bytes=read,
+        written_bytes=written,
+        forward_seconds=_forward_seconds(fitting),
+        update_seconds=generated * _update_seconds(fitting, lag),
+        disk_seconds=fitting.read_seconds(read) + write_seconds,
+        evaluation_seconds=_evaluation_seconds(fitting, beside, fitting.read_seconds(read)),
+    )
 
-    options: TrainOptions
-    model: HFBlockModel
-    shapes: RowShapes
-    request: RunRequest
-    spec: RunSpec
-    speeds: MeasuredSpeeds
 
-    def of_zeroth_order(self) -> RunPlan:
-        """The plan of zeroth-order steps on the CPU."""
-        request = self.request
-        speeds = self.speeds
-        layouts = self.spec.layouts
-        every = self.spec.write_back_every
-        # a sweep for each token
-        write_back = request.write_back
-        generated = self.options.rewards.new_tokens or 1
-        assert write_back is not None, "a run on the CPU may write blocks back"
-        host_plan = with_kept_memory(self.spec.host_plan, request.memory.activation_bytes)
-        read = streamed_bytes(layouts, host_plan.buckets) * generated
-        write_seconds = 0.0
-        lag = 0.0
-        if isinstance(request.perturbation, LowRankPerturbation):
-            written = kept_bytes_a_step(request.perturbation, layouts, write_back.bytes_a_step)
-        else:
-            written = 1e9 * terabytes_written(layouts, every)
-            lag = 1.0
-            if host_plan.buckets is not None and every is not None:
-                lag = (every + 1) / 2
-                write_seconds = (
-                    written / speeds.writing(Path(write_back.directory)) if written else 0.0
-                )
-        replay = speeds.replay(request.noise, layouts, in_place=request.perturb_in_place)
-        beside = replay * self.options.optimization.queries * lag + probes.decoding_seconds(layouts)
-        return RunPlan(
-            host_plan=host_plan,
-            write_back_every=every,
-            scratch_bytes=0 if every is None else slot_bytes(layouts),
-            read_bytes=read,
-            written_bytes=written,
-            forward_seconds=self._forward_seconds(),
-            update_seconds=generated * self._update_seconds(lag),
-            disk_seconds=self._read_seconds(read) + write_seconds,
-            evaluation_seconds=self._evaluation_seconds(beside, self._read_seconds(read)),
-        )
-
-    def of_gradients(self, method: GradientRun, *, measures_snapshots: bool) -> RunPlan:
-        """The plan of first-order steps on the CPU; memory that is left over is filled with inputs
-        and graphs of blocks.
-        """
-        options = self.options
-        model = self.model
-        shapes = self.shapes
-        spec = self.spec
-        update = method.update
-        layouts = spec.layouts
-        activations = self.request.memory.activation_bytes
-        turn = update and update.turn
-        micro_rows = options.batching.micro_batch_size
-        measures = update is not None and options.optimization.measures_gradients
-        blocks = sum(not layout.resident for layout in layouts)
-        graph, expected = _graph_bytes(model, method.micro_batches(shapes.largest))
-        unplaced = activations - spec.activation_bytes
-        inputs = min(spec.host_plan.spare, unplaced)
-        kept = _kept_graphs(spec.host_plan.spare - inputs, graph, blocks)
-        parts = [MemoryPart("inputs of blocks", inputs)] if inputs else []
-        parts.append(MemoryPart(f"graphs of {kept} of {blocks} blocks", kept * expected))
-        host_plan = replace(spec.host_plan, parts=(*spec.host_plan.parts, *parts))
-
-        sweeps = 2 if measures else 1
-        moving = host_plan.buckets
-        passes = probes.measured_gradient_seconds(model, shapes.step, micro_rows)
-        # blocks whose graph is not kept run forward again
-        forward = sweeps * (passes.both + passes.forward * (1 - kept / blocks))
-        if moving is not None and turn is not None:
-            moving -= 1  # that of the block whose turn it is
-        read = sweeps * 2 * streamed_bytes(layouts, moving)
-        evaluated = streamed_bytes(layouts, moving)
-        if moving is not None and method.commit_every is not None and turn is None:
-            read = read_bytes(layouts, moving, method.commit_every, measures=measures)
-            evaluated = streamed_bytes(model.layouts, moving)
-        spilled = unplaced - inputs
-        decoding = probes.decoding_seconds(layouts)
-        disk = options.output
-        spill = sweeps * spilled  # bytes of inputs that have no room
-        spill_seconds = self._read_seconds(spill) + (
-            spill / self.speeds.writing(disk) if spill else 0.0
-        )
-        arithmetic = (
-            2 * decoding if update is None else probes.measured_update_seconds(model, update)
-        )
-        scratch, snapshot = 0, 0
-        if method.streams:
-            scratch = slot_bytes(layouts, 1 if turn is not None else blocks)
-            written = method.written(model, host_plan.buckets)
-        else:
-            snapshot = method.snapshot_size(model)
+def _first_order_plan(
+    fitting: FittingPlan, method: GradientRun, *, measures_snapshots: bool
+) -> RunPlan:
+    """The plan of first-order steps on the CPU; memory that is left over is filled with inputs and
+    graphs of blocks.
+    """
+    model = fitting.model
+    layouts = fitting.spec.layouts
+    blocks = sum(not layout.resident for layout in layouts)
+    host_plan, kept, spilled = _with_graphs(fitting, method)
+    sweeps = 2 if method.measures_gradients else 1
+    passes = probes.measured_gradient_seconds(
+        model, fitting.shapes.step, fitting.options.batching.micro_batch_size
+    )
+    # blocks whose graph is not kept run forward again
+    forward = sweeps * (passes.both + passes.forward * (1 - kept / blocks))
+    read, evaluated = _streamed_by(method, fitting, host_plan.buckets)
+    read_seconds = fitting.read_seconds(read)
+    spill = sweeps * spilled  # bytes of inputs that have no room
+    spill_seconds = fitting.read_seconds(spill)
+    if spill:
+        spill_seconds += spill / fitting.speeds.writing(fitting.options.output)
+    decoding = probes.decoding_seconds(layouts)
+    arithmetic = 2 * decoding
+    if method.update is not None:
+        arithmetic = probes.measured_update_seconds(model, method.update)
+    scratch = 0
+    snapshot = 0
+    written = math.nan
+    if method.streams:
+        scratch = slot_bytes(layouts, blocks if method.turn is None else 1)
+        written = method.written(model, host_plan.buckets)
+    else:
+        snapshot = method.snapshot_size(model)
+        if measures_snapshots:
             # the reads' where compute is not known
-            seconds = max(self._read_seconds(read), forward + arithmetic)
-            written = math.nan
-            if measures_snapshots:
-                written = self._snapshots_a_step(snapshot, seconds)
-        return RunPlan(
-            host_plan=host_plan,
-            scratch_bytes=scratch,
-            spilled_bytes=spilled,
-            read_bytes=read + spill,
-            written_bytes=written + spill,
-            snapshot_bytes=snapshot,
-            forward_seconds=forward,
-            update_seconds=arithmetic,
-            disk_seconds=self._read_seconds(read) + spill_seconds,
-            evaluation_seconds=self._evaluation_seconds(decoding, self._read_seconds(evaluated)),
+            seconds = max(read_seconds, forward + arithmetic)
+            written = _snapshots_a_step(fitting, snapshot, seconds)
+    return RunPlan(
+        host_plan=host_plan,
+        scratch_bytes=scratch,
+        spilled_bytes=spilled,
+        read_bytes=read + spill,
+        written_bytes=written + spill,
+        snapshot_bytes=snapshot,
+        forward_seconds=forward,
+        update_seconds=arithmetic,
+        disk_seconds=read_seconds + spill_seconds,
+        evaluation_seconds=_evaluation_seconds(fitting, decoding, fitting.read_seconds(evaluated)),
+    )
+
+
+class _Graphs(NamedTuple):
+    """Memory of a first-order run with what fills it."""
+
+    host_plan: HostPlan
+    kept: int  # blocks whose graph is kept
+    spilled: int  # bytes of inputs of blocks that have no room
+
+
+def _with_graphs(fitting: FittingPlan, method: GradientRun) -> _Graphs:
+    """Fill memory that is left over with inputs and graphs of blocks."""
+    spec = fitting.spec
+    blocks = sum(not layout.resident for layout in spec.layouts)
+    graph, expected = _graph_bytes(fitting.model, method.micro_batches(fitting.shapes.largest))
+    unplaced = fitting.memory.nbytes - spec.activation_bytes
+    inputs = min(spec.host_plan.spare, unplaced)
+    kept = _kept_graphs(spec.host_plan.spare - inputs, graph, blocks)
+    parts = [MemoryPart("inputs of blocks", inputs)] if inputs else []
+    parts.append(MemoryPart(f"graphs of {kept} of {blocks} blocks", kept * expected))
+    host_plan = replace(spec.host_plan, parts=(*spec.host_plan.parts, *parts))
+    return _Graphs(host_plan, kept, unplaced - inputs)
+
+
+class _Streamed(NamedTuple):
+    """Bytes that are read from disk."""
+
+    step: int
+    evaluation: int
+
+
+def _streamed_by(method: GradientRun, fitting: FittingPlan, buckets: int | None) -> _Streamed:
+    """What steps and evaluations of a first-order run read through so many buckets."""
+    layouts = fitting.spec.layouts
+    measures = method.measures_gradients
+    if buckets is not None and method.turn is None and method.commit_every is not None:
+        step = read_bytes(layouts, buckets, method.commit_every, measures=measures)
+        return _Streamed(step, streamed_bytes(fitting.model.layouts, buckets))
+    if buckets is not None and method.turn is not None:
+        buckets -= 1  # that of the block whose turn it is
+    evaluation = streamed_bytes(layouts, buckets)
+    return _Streamed((4 if measures else 2) * evaluation, evaluation)
+
+
+def _snapshots_a_step(fitting: FittingPlan, snapshot: int, seconds: float) -> float:
+    """Bytes of snapshots that a step of so many seconds writes on average."""
+    limit = fitting.options.storage.write_limit_tb
+    writing = snapshot / fitting.speeds.writing(fitting.options.output)
+    written = snapshot * seconds / interval(writing + snapshot / probes.hashing_speed())
+    return written if limit is None else min(written, 1e9 * limit)
+
+
+def _device_plan(fitting: FittingPlan) -> RunPlan:
+    """The plan of zeroth-order steps on a GPU."""
+    device_plan = fitting.spec.device_plan
+    low_bit = fitting.spec.low_bit
+    layouts = fitting.spec.layouts
+    assert device_plan is not None, "a device with memory of its own has a plan"
+    blocks = [layout for layout in layouts if not layout.resident]
+    uploads = sum(
+        (layout if low_bit is None else low_bit_layout(layout)).nbytes for layout in blocks
+    )
+    moved = uploads * (len(blocks) - device_plan.kept) // max(len(blocks), 1)
+    limit, perturbation = fitting.options.storage.write_limit_tb, fitting.request.perturbation
+    returned = 0
+    written = kept_bytes_a_step(perturbation, layouts, None if limit is None else limit * 1e9)
+    if not isinstance(perturbation, LowRankPerturbation):  # otherwise weights are only read
+        returned = moved if low_bit in (None, "device") else 0
+        written = 1e9 * terabytes_written(
+            layouts, 1 if limit is None else interval_within(layouts, limit)
         )
+    waiting = _waiting_bytes(fitting, device_plan.activation_bytes)
+    return RunPlan(
+        host_plan=fitting.spec.host_plan,
+        device_plan=device_plan,
+        steps=fitting.options.steps,
+        read_bytes=streamed_bytes(layouts, fitting.spec.host_plan.buckets, kept=device_plan.kept),
+        written_bytes=written,
+        transfers=Transfers(
+            blocks=len(blocks),
+            moved_bytes=moved,
+            returned_bytes=returned,
+            waiting_bytes=waiting,
+            transfer_seconds=(max(moved, returned) + (len(blocks) + 1) * waiting) / BUS,
+        ),
+    )
 
-    def _snapshots_a_step(self, snapshot: int, seconds: float) -> float:
-        """Bytes of snapshots that a step of so many seconds writes on average."""
-        limit = self.options.storage.write_limit_tb
-        writing = snapshot / self.speeds.writing(self.options.output)
-        written = snapshot * seconds / interval(writing + snapshot / probes.hashing_speed())
-        return written if limit is None else min(written, 1e9 * limit)
 
-    def on_device(self) -> RunPlan:
-        """The plan of zeroth-order steps on a GPU."""
-        device_plan = self.spec.device_plan
-        low_bit = self.spec.low_bit
-        layouts = self.spec.layouts
-        assert device_plan is not None, "a device with memory of its own has a plan"
-        blocks = [layout for layout in layouts if not layout.resident]
-        uploads = sum(
-            (layout if low_bit is None else low_bit_layout(layout)).nbytes for layout in blocks
+def _plan_together(fitting: FittingPlan, run: RunPlan, runs: int) -> RunPlan:
+    """The plan of equal runs on the CPU that share their base."""
+    options = fitting.options
+    request = fitting.request
+    base = base_model(fitting.options)
+    least = request.with_least_activations(in_place=True).memory.activation_bytes
+    has_gradient = options.optimization.optimizer is not None
+    graph = 0
+    if has_gradient:
+        step = fitting.shapes.step
+        micro_batches = [(step.rows, math.ceil(step.tokens))]
+        graph, _ = _graph_bytes(fitting.model, micro_batches)
+    speeds = MeasuredSpeeds(base.weights)
+    on_disk = laid_out_as_on_disk(base.layouts, base.weights)
+    blocks = sum(not layout.resident for layout in base.layouts)
+
+    def planned(count: int) -> HostPlan:
+        asked = RunRequest.of_base(
+            base.layouts, on_disk, MemoryPolicy(host=options.storage.memory), [request] * count
         )
-        moved = uploads * (len(blocks) - device_plan.kept) // max(len(blocks), 1)
-        limit, perturbation = self.options.storage.write_limit_tb, self.request.perturbation
-        returned = 0
-        written = kept_bytes_a_step(perturbation, layouts, None if limit is None else limit * 1e9)
-        if not isinstance(perturbation, LowRankPerturbation):  # otherwise weights are only read
-            returned = moved if low_bit in (None, "device") else 0
-            written = 1e9 * terabytes_written(
-                layouts, 1 if limit is None else interval_within(layouts, limit)
-            )
-        waiting = self._waiting_bytes(device_plan.activation_bytes)
-        return RunPlan(
-            host_plan=self.spec.host_plan,
-            device_plan=device_plan,
-            steps=self.options.steps,
-            read_bytes=streamed_bytes(layouts, self.spec.host_plan.buckets, kept=device_plan.kept),
-            written_bytes=written,
-            transfers=Transfers(
-                blocks=len(blocks),
-                moved_bytes=moved,
-                returned_bytes=returned,
-                waiting_bytes=waiting,
-                transfer_seconds=(max(moved, returned) + (len(blocks) + 1) * waiting) / BUS,
-            ),
+        host_plan = plan(asked, Machine(), speeds).host_plan
+        if not graph:
+            return host_plan
+        kept = _kept_graphs(host_plan.spare / count, graph, blocks)
+        # One run at a time computes, so that graphs have the others' room for computing.
+        beyond = max(count * kept * graph - (count - 1) * least, 0)
+        graphs = MemoryPart(
+            f"graphs of {kept} of {blocks} blocks of each run, beyond what is reserved", beyond
         )
+        return replace(host_plan, parts=(*host_plan.parts, graphs))
 
-    def together(self, run: RunPlan, runs: int) -> RunPlan:
-        """The plan of equal runs on the CPU that share their base."""
-        options = self.options
-        request = self.request
-        base = base_model(self.options)
-        least = request.with_least_activations(in_place=True).memory.activation_bytes
-        has_gradient = options.optimization.optimizer is not None
-        graph = 0
-        if has_gradient:
-            step = self.shapes.step
-            micro_batches = [(step.rows, math.ceil(step.tokens))]
-            graph, _ = _graph_bytes(self.model, micro_batches)
-        speeds = MeasuredSpeeds(base.weights)
-        on_disk = laid_out_as_on_disk(base.layouts, base.weights)
-        blocks = sum(not layout.resident for layout in base.layouts)
+    most = _most(planned)
+    try:
+        host_plan = planned(runs)
+    except MemoryBudgetError as error:
+        found = f"{error.found} for {runs} runs, of which {most} fit"
+        raise MemoryBudgetError("runs", found, error.expected, error.remedy) from error
+    passes = 2 if has_gradient else 1
+    layouts = base.layouts if host_plan.buckets is None else on_disk
+    read = passes * streamed_bytes(layouts, host_plan.buckets)
+    disk = read / speeds.reading(layouts) if read else 0.0
+    decoding = passes * probes.decoding_seconds(base.layouts)
+    own = max(run.forward_seconds + run.update_seconds - decoding, 0.0)
+    free_runs = 0
+    if own == 0.0:
+        free_runs = MOST_RUNS
+    elif not math.isnan(own):
+        free_runs = min(MOST_RUNS, int(max(disk - decoding, 0.0) / own))
+    together = Together(
+        runs=runs,
+        most_runs=most,
+        memory_a_run=request.memory.activation_bytes + request.factor_bytes + request.trained_bytes,
+        seconds_a_run=own,
+        decoding_seconds=decoding,
+        seconds_apart=runs * run.seconds,
+        free_runs=free_runs,
+    )
+    return replace(run, host_plan=host_plan, read_bytes=read, disk_seconds=disk, together=together)
 
-        def planned(count: int) -> HostPlan:
-            asked = RunRequest.of_base(
-                base.layouts, on_disk, MemoryPolicy(host=options.storage.memory), [request] * count
-            )
-            host_plan = plan(asked, Machine(), speeds).host_plan
-            if not graph:
-                return host_plan
-            kept = _kept_graphs(host_plan.spare / count, graph, blocks)
-            # One run at a time computes, so that graphs have the others' room for computing.
-            beyond = max(count * kept * graph - (count - 1) * least, 0)
-            graphs = MemoryPart(
-                f"graphs of {kept} of {blocks} blocks of each run, beyond what is reserved", beyond
-            )
-            return replace(host_plan, parts=(*host_plan.parts, graphs))
 
-        most = _most(planned)
-        try:
-            host_plan = planned(runs)
-        except MemoryBudgetError as error:
-            found = f"{error.found} for {runs} runs, of which {most} fit"
-            raise MemoryBudgetError("runs", found, error.expected, error.remedy) from error
-        passes = 2 if has_gradient else 1
-        layouts = base.layouts if host_plan.buckets is None else on_disk
-        read = passes * streamed_bytes(layouts, host_plan.buckets)
-        disk = read / speeds.reading(layouts) if read else 0.0
-        decoding = passes * probes.decoding_seconds(base.layouts)
-        own = max(run.forward_seconds + run.update_seconds - decoding, 0.0)
-        free_runs = 0
-        if own == 0.0:
-            free_runs = MOST_RUNS
-        elif not math.isnan(own):
-            free_runs = min(MOST_RUNS, int(max(disk - decoding, 0.0) / own))
-        together = Together(
-            runs=runs,
-            most_runs=most,
-            memory_a_run=request.memory.activation_bytes
-            + request.factor_bytes
-            + request.trained_bytes,
-            seconds_a_run=own,
-            decoding_seconds=decoding,
-            seconds_apart=runs * run.seconds,
-            free_runs=free_runs,
+def _update_seconds(fitting: FittingPlan, lag: float) -> float:
+    """Seconds of a step's noise and arithmetic."""
+    noise = fitting.request.noise
+    layouts = fitting.spec.layouts
+    optimization = fitting.options.optimization
+    forwards = optimization.evaluations
+    queries = optimization.queries
+    rank = optimization.rank
+    replay = replay_seconds(noise, layouts, in_place=not isinstance(noise, CounterNoise))
+    if rank is not None:
+        # weights are only read; factors are drawn for the evaluations and again for the update
+        specs = [spec for layout in layouts for spec in layout.parameters]
+        numbers = sum(
+            spec.shape[0] * rank if len(spec.shape) == 2 else spec.numel for spec in specs
         )
-        return replace(
-            run, host_plan=host_plan, read_bytes=read, disk_seconds=disk, together=together
+        share = numbers / sum(spec.numel for spec in specs)
+        return replay * share * (forwards + queries) + probes.decoding_seconds(layouts)
+    if isinstance(noise, CounterNoise):
+        first, other = evaluation_seconds(noise, layouts)
+        return replay * (queries * lag - 1) + first + other * (forwards - 1)
+    return (
+        replay * queries * (lag + (_PERTURBING_SHARE if fitting.spec.host_plan.keep_noise else 1.0))
+    )
+
+
+def _forward_seconds(fitting: FittingPlan) -> float:
+    """Seconds of a step's forwards. Forwards that run as one batch read the weights once.
+
+    Generation runs the prompts, and then one token of each row at a time.
+    """
+    options = fitting.options
+    model = fitting.model
+    shape = fitting.shapes.step
+    optimization, micro_rows = options.optimization, options.batching.micro_batch_size
+    stacked, new_tokens = optimization.stacked, options.rewards.new_tokens
+    if new_tokens is not None:
+        count = shape.rows * stacked
+        seconds = probes.measured_forward_seconds(
+            model, BatchShape(count, shape.tokens, count), all_logits=False
         )
-
-    def _read_seconds(self, nbytes: float) -> float:
-        return nbytes / self.speeds.reading(self.spec.layouts) if nbytes else 0.0
-
-    def _update_seconds(self, lag: float) -> float:
-        """Seconds of a step's noise and arithmetic."""
-        noise = self.request.noise
-        layouts = self.spec.layouts
-        optimization = self.options.optimization
-        forwards = optimization.evaluations
-        queries = optimization.queries
-        rank = optimization.rank
-        replay = replay_seconds(noise, layouts, in_place=not isinstance(noise, CounterNoise))
-        if rank is not None:
-            # weights are only read; factors are drawn for the evaluations and again for the update
-            specs = [spec for layout in layouts for spec in layout.parameters]
-            numbers = sum(
-                spec.shape[0] * rank if len(spec.shape) == 2 else spec.numel for spec in specs
-            )
-            share = numbers / sum(spec.numel for spec in specs)
-            return replay * share * (forwards + queries) + probes.decoding_seconds(layouts)
-        if isinstance(noise, CounterNoise):
-            first, other = evaluation_seconds(noise, layouts)
-            return replay * (queries * lag - 1) + first + other * (forwards - 1)
-        return (
-            replay
-            * queries
-            * (lag + (_PERTURBING_SHARE if self.spec.host_plan.keep_noise else 1.0))
+        seconds += (new_tokens - 1) * probes.measured_forward_seconds(
+            model, BatchShape(count, 1, count)
         )
+    else:
+        stack = shape._replace(rows=shape.rows * stacked, predictions=shape.predictions * stacked)
+        running = None if micro_rows is None else micro_rows * stacked
+        if optimization.per_row and optimization.rank is None:
+            # each direction runs on its rows alone
+            running = optimization.loss_rows(shape.rows)
+        seconds = probes.measured_forward_seconds(model, stack, running=running)
+    return optimization.evaluations / stacked * seconds
 
-    def _forward_seconds(self) -> float:
-        """Seconds of a step's forwards. Forwards that run as one batch read the weights once.
 
-        Generation runs the prompts, and then one token of each row at a time.
-        """
-        options = self.options
-        model = self.model
-        shape = self.shapes.step
-        optimization, micro_rows = options.optimization, options.batching.micro_batch_size
-        stacked, new_tokens = optimization.stacked, options.rewards.new_tokens
-        if new_tokens is not None:
-            count = shape.rows * stacked
-            seconds = probes.measured_forward_seconds(
-                model, BatchShape(count, shape.tokens, count), all_logits=False
-            )
-            seconds += (new_tokens - 1) * probes.measured_forward_seconds(
-                model, BatchShape(count, 1, count)
-            )
-        else:
-            stack = shape._replace(
-                rows=shape.rows * stacked, predictions=shape.predictions * stacked
-            )
-            running = None if micro_rows is None else micro_rows * stacked
-            if optimization.per_row and optimization.rank is None:
-                # each direction runs on its rows alone
-                running = optimization.loss_rows(shape.rows)
-            seconds = probes.measured_forward_seconds(model, stack, running=running)
-        return optimization.evaluations / stacked * seconds
+def _evaluation_seconds(fitting: FittingPlan, sweep_seconds: float, read_seconds: float) -> float:
+    """Expected seconds of one evaluation.
 
-    def _evaluation_seconds(self, sweep_seconds: float, read_seconds: float) -> float:
-        """Expected seconds of one evaluation.
+    As many batches share a sweep as fit in the memory for activations.
+    """
+    model = fitting.model
+    shape = fitting.shapes.evaluation
+    batches = fitting.shapes.evaluation_batches
+    if shape is None:
+        return 0.0
+    tokens = math.ceil(shape.tokens)
+    running = min(shape.rows, fitting.options.batching.micro_batch_size or shape.rows)
+    held = expected_held_bytes(model.config, running, tokens) * -(-shape.rows // running)
+    left = fitting.request.memory.activation_bytes
+    left -= forward_bytes(
+        model.config,
+        running,
+        tokens,
+        loss_chunk=model.loss_chunk,
+        measured=model.forward_peaks,
+    )
+    sweeps = -(-batches // max(1, left // held))
+    forward = probes.measured_forward_seconds(
+        model, shape, running=fitting.options.batching.micro_batch_size
+    )
+    return max(batches * forward + sweeps * sweep_seconds, sweeps * read_seconds)
 
-        As many batches share a sweep as fit in the memory for activations.
-        """
-        model = self.model
-        shape = self.shapes.evaluation
-        batches = self.shapes.evaluation_batches
-        if shape is None:
-            return 0.0
-        tokens = math.ceil(shape.tokens)
-        running = min(shape.rows, self.options.batching.micro_batch_size or shape.rows)
-        held = expected_held_bytes(model.config, running, tokens) * -(-shape.rows // running)
-        left = self.request.memory.activation_bytes
-        left -= forward_bytes(
-            model.config,
-            running,
-            tokens,
-            loss_chunk=model.loss_chunk,
-            measured=model.forward_peaks,
-        )
-        sweeps = -(-batches // max(1, left // held))
-        forward = probes.measured_forward_seconds(
-            model, shape, running=self.options.batching.micro_batch_size
-        )
-        return max(batches * forward + sweeps * sweep_seconds, sweeps * read_seconds)
 
-    def _waiting_bytes(self, activation_bytes: int) -> int:
-        """Bytes of activations between two segments that do not fit in device memory."""
-        config = self.model.config
-        optimization = self.options.optimization
-        largest = self.shapes.largest
-        stacked = optimization.stacked
-        [(rows, tokens)] = largest.micro_batches(None)
-        running = min(rows, self.options.batching.micro_batch_size or rows)
-        held = expected_held_bytes(config, running * stacked, tokens)  # activations of one stream
-        streams = -(-optimization.evaluations // stacked) * -(-rows // running)
-        left = activation_bytes - forward_bytes(
-            config, running * stacked, tokens, loss_chunk=self.model.loss_chunk, loss_rows=running
-        )
-        return held * (streams - streams_on_device(streams, held, left, staging=IN_TRANSIT * held))
+def _waiting_bytes(fitting: FittingPlan, activation_bytes: int) -> int:
+    """Bytes of activations between two segments that do not fit in device memory."""
+    config = fitting.model.config
+    optimization = fitting.options.optimization
+    largest = fitting.shapes.largest
+    stacked = optimization.stacked
+    [(rows, tokens)] = largest.micro_batches(None)
+    running = min(rows, fitting.options.batching.micro_batch_size or rows)
+    held = expected_held_bytes(config, running * stacked, tokens)  # activations of one stream
+    streams = -(-optimization.evaluations // stacked) * -(-rows // running)
+    left = activation_bytes - forward_bytes(
+        config, running * stacked, tokens, loss_chunk=fitting.model.loss_chunk, loss_rows=running
+    )
+    return held * (streams - streams_on_device(streams, held, left, staging=IN_TRANSIT * held))
 
 
 def _graph_bytes(model: HFBlockModel, micro_batches: Sequence[tuple[int, int]]) -> tuple[int, int]:
