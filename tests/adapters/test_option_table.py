@@ -31,7 +31,7 @@ from zo2adapters.trainers import checked_json
 from zo2adapters.trainers.optimization import Noise, Optimization
 from zo2adapters.trainers.option_checks import require_valid
 from zo2adapters.trainers.options import RunOptions, TrainOptions
-from zo2adapters.trainers.recipe import read_recipe, require_unchanged
+from zo2adapters.trainers.recipe import read_recipe, recipe_text, require_unchanged
 from zo2core import Journal
 from zo2core.errors import OptionError
 from zo2core.ranges import EstimatorName, Fitness
@@ -167,7 +167,6 @@ OTHER: dict[str, Any] = {  # another value than the default
 }
 INVALID = {
     "eval_split": 1.0,
-    "state_bits": 4,
     "betas": (0.9, math.nan),
     "activation_memory": "8 cats",
     "memory": "8 cats",
@@ -290,7 +289,12 @@ GIVEN: list[tuple[str, str | None]] = [
     ("--fitness scaled", "--fitness: found scaled; expected --estimator es"),
     ("--estimator es --fitness scaled --queries 2", None),
     ("--estimator mezo --queries 1", None),
-    ("--rank 2 --write-back-every auto", "--write-back-every: found auto with --rank; expected no"),
+    ("--rank 2 --write-back-every auto", None),
+    ("--rank 2 --write-back-every never", None),
+    ("--rank 2 --write-back-every 3", "--write-back-every: found 3 with --rank; expected auto or"),
+    ("--lora-rank 2 --write-back-every auto", "--write-back-every: found auto with --method zero"),
+    ("--lora-rank 2 --snapshot-every 2", "--snapshot-every: found 2 with --method zeroth-order an"),
+    ("--method adamw --lr 1e-2 --state-bits 8", None),
 ]
 
 
@@ -391,6 +395,13 @@ def test_a_method_says_what_is_trained_and_how(
     )
     saved = options.to_json()
     assert TrainOptions.from_json(saved, Path("run")).to_json() == saved
+
+
+@pytest.mark.parametrize(("every", "is_kept"), [("auto", False), ("never", True)])
+def test_a_recipe_says_that_factors_are_not_written(every: Any, is_kept: bool) -> None:
+    options = zeroth_order().having(rank=2, write_back_every=every)
+    options.require_valid(given={"write_back_every"})
+    assert ("write_back_every: never" in recipe_text(options)) == is_kept
 
 
 def test_a_method_without_a_default_rate_asks_for_one(here: Path) -> None:

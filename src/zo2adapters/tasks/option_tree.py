@@ -67,33 +67,36 @@ class Effect(NamedTuple):
 
     needs: str  # for messages
     methods: tuple[MethodName, ...]
-    of_adapters: bool = True  # also where one of these methods trains an adapter
+    beside_adapter: tuple[MethodName, ...] | None = None  # those that train one; None: the same
 
     def applies(self, method: MethodName, *, trains_adapter: bool) -> bool:
         """Whether the option has an effect on a run."""
-        is_any = self.of_adapters or not trains_adapter or method in (*ZEROTH_ORDER, BOTH)
-        return method in self.methods and is_any
+        beside = self.methods if self.beside_adapter is None else self.beside_adapter
+        return method in (beside if trains_adapter else self.methods)
 
 
 _METHODS: tuple[MethodName, ...] = get_args(MethodName)
 _OF_ALL: tuple[MethodName, ...] = (*get_args(OptimizerName), BOTH)  # by gradients
+_OF_ADAPTERS: tuple[MethodName, ...] = ("lora", *OF_ADAPTERS, *ZEROTH_ORDER)
 ANY = Effect("any method", _METHODS)
 ZEROTH = Effect("--method zeroth-order or mezo", ("zeroth-order", "mezo"))
 ESTIMATED = Effect("--method zeroth-order", ("zeroth-order",))
 GRADIENTS = Effect("a first-order --method", ("lora", *_OF_ALL))
-FULL = Effect("a first-order --method of all parameters", _OF_ALL, of_adapters=False)
+FULL = Effect("a first-order --method of all parameters", _OF_ALL, (BOTH,))
 FULL_AT_ONCE = Effect(
     "a first-order --method of all parameters but badam",
     tuple(name for name in _OF_ALL if name != "badam"),
-    of_adapters=False,
+    (BOTH,),
 )
-WRITES = Effect("a method that changes the weights", _METHODS, of_adapters=False)
+WRITES = Effect("a method that changes the weights", _METHODS, (BOTH,))
+WRITES_BACK = Effect("zeroth-order steps of all parameters", ZEROTH_ORDER, ())
+TRANSFERS = Effect("--method zeroth-order and no adapter", ("zeroth-order",), ())
+SNAPSHOTS = Effect("a method that takes snapshots", _METHODS, ("lora", *OF_ADAPTERS, BOTH))
 ADAMW = Effect("--method lora, lora+lomo or adamw", ("lora", BOTH, "adamw"))
-FULL_ADAMW = Effect("--method adamw and no adapter", ("adamw",), of_adapters=False)
+FULL_ADAMW = Effect("--method adamw and no adapter", ("adamw",), ())
 SGD = Effect("--method sgd", ("sgd",))
 BADAM = Effect("--method badam", ("badam",))
 OF_BOTH = Effect(f"--method {BOTH}", (BOTH,))
-_OF_ADAPTERS: tuple[MethodName, ...] = ("lora", *OF_ADAPTERS, *ZEROTH_ORDER)
 ADAPTERS = Effect("a --method that trains an adapter, such as lora", (*_OF_ADAPTERS, BOTH))
 ADAPTERS_ALONE = Effect("a --method that trains an adapter alone, such as lora", _OF_ADAPTERS)
 

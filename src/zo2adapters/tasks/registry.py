@@ -82,7 +82,12 @@ def find_task(objective: str, rows: RowFormat) -> TaskEntry:
 
 
 def require_task(
-    objective: str, rows: RowFormat | None, used: Mapping[str, object], *, differentiates: bool
+    objective: str,
+    rows: RowFormat | None,
+    used: Mapping[str, object],
+    *,
+    differentiates: bool,
+    option: str = "objective",
 ) -> None:
     """Refuse an objective that there is not, or that does not go with rows or with other options.
 
@@ -91,27 +96,25 @@ def require_task(
         rows: Format of the rows to train on; None: it is not known yet.
         used: Values of the options that few tasks support, by their names in ``TaskEntry``.
         differentiates: Whether steps take the gradient of the objective.
+        option: The option that asks for it.
     """
     tasks = _named(objective) if rows is None else [find_task(objective, rows)]
     first = tasks[0]
-    for option, value in used.items():
-        if value not in (None, False) and not any(option in task.options for task in tasks):
-            supporting = [task for task in TASKS if option in task.options]
+    for name, value in used.items():
+        if value not in (None, False) and not any(name in task.options for task in tasks):
+            supporting = [task for task in TASKS if name in task.options]
             expected = _either(task.name for task in supporting)
             found = f"the objective {first.name}"
             if any(task.name == first.name for task in supporting):  # then the rows decide
                 found += f" for rows with {first.rows.value}"
                 expected += f" for rows with {_either(task.rows.value for task in supporting)}"
-            raise OptionError(option, found, f"the objective {expected}", "leave it out")
+            raise OptionError(name, found, f"the objective {expected}", "leave it out")
     if differentiates and not any(task.has_gradient for task in tasks):
         raise _without_gradient(first.name, rows)
     if rows is not None and not first.takes(rows):
-        raise OptionError(
-            "objective",
-            f"{objective} for rows with {rows.value}",
-            f"rows with {first.rows.value}",
-            "pass another objective, or other rows",
-        )
+        found = f"{objective} for rows with {rows.value}"
+        expected = f"rows with {first.rows.value}"
+        raise OptionError(option, found, expected, "pass another objective, or other rows")
 
 
 def _without_gradient(name: str, rows: RowFormat | None) -> OptionError:

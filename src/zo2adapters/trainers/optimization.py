@@ -137,11 +137,6 @@ LARGEST_EPS = 1.0
 _OF_FZOO = "'rademacher', which fzoo requires"
 
 
-def _bits(option: str, value: object) -> None:
-    if value not in (8, 32):
-        raise OptionError(option, repr(value), "8 or 32", "pass one of them")
-
-
 class Noise(Enum):
     """What random directions are drawn from."""
 
@@ -535,7 +530,7 @@ class FirstOrderSteps(BlockUpdates):
     updates while the device computes the next step, as ZeRO-Offload does. This is another run:
     gradients are those of weights one step older.
     """
-    state_bits: Annotated[int, Option("method", effect=FULL_ADAMW, check=_bits)] = 32
+    state_bits: Annotated[Literal[8, 32], Option("method", effect=FULL_ADAMW)] = 32
     """With --method adamw and no adapter: 8 keeps the moments in 8 bits, by bitsandbytes'
     AdamW8bit, in a quarter of the memory.
     """

@@ -29,15 +29,16 @@ from zo2adapters.tasks.option_tree import (
     ADAPTERS_ALONE,
     BOTH,
     MOST_ROWS,
+    SNAPSHOTS,
+    TRANSFERS,
     WRITES,
-    ZEROTH,
+    WRITES_BACK,
     Change,
     MethodName,
     Option,
     Refusal,
     declared,
     filled,
-    flag,
     flat,
     leaves,
     number,
@@ -303,11 +304,7 @@ class RunModelOptions(AdapterOptions, ModelOptions):
         TransferName,
         Option(
             "model",
-            effect=ZEROTH,
-            excludes={
-                "adapter": "stored: the base is only read",
-                "lora_rank": "stored: the base is only read",
-            },
+            effect=TRANSFERS,
         ),
     ] = "stored"
     """Dtype in which the layers' matrices are transferred to a GPU in mixed precision.
@@ -524,7 +521,7 @@ class Storage(ActivationMemory, Resources):
         Option(
             "memory",
             Change.RESUME,
-            ZEROTH,
+            WRITES_BACK,
             whole(1, otherwise=", or auto or never"),
             library=("write_back.every",),
         ),
@@ -553,6 +550,7 @@ class Storage(ActivationMemory, Resources):
         Option(
             "memory",
             Change.RESUME,
+            SNAPSHOTS,
             check=whole(1),
             elsewhere=("save_steps",),
             library=("write_back.snapshot_every",),
@@ -750,37 +748,23 @@ class RunOptions(Seeded):
             if is_needed:
                 require_package(package, install=install)
 
-    def _require_storage(self, given: Collection[str]) -> None:
-        """Refuse limits of what the run does not use: writes of weights that never change,
-        snapshots of none, and a GPU's memory.
-        """
-        storage = self.storage
-        model_options = self.model_options
-        optimization = self.optimization
-        every = storage.write_back_every
-        rank = optimization.rank
-        writes = isinstance(every, int) or "write_back_every" in given
-        other = "rank" if rank is not None else model_options.adapter_option
-        has_snapshots = storage.snapshot_every is not None
-        in_turns = optimization.method == "badam" and optimization.stream_blocks
+    def _require_storage(self) -> None:
+        """Refuse writes of what never changes, and snapshots beside commits."""
+        every = self.storage.write_back_every
+        snapshots = self.storage.snapshot_every
+        in_turns = self.optimization.method == "badam" and self.optimization.stream_blocks
         refuse(
             Refusal(
-                has_snapshots and model_options.trains_adapter and optimization.optimizer is None,
-                model_options.adapter_option,
-                f"--snapshot-every with --method {optimization.method}",
-                "no snapshots, because only parameters in memory change",
-            ),
-            Refusal(
-                writes and (model_options.trains_adapter or rank is not None),
+                isinstance(every, int) and self.optimization.rank is not None,
                 "write_back_every",
-                f"{every} with {flag(other)}",
-                "no value, because no weights change",
+                f"{every} with --rank",
+                "auto or never, because no weights change",
                 "leave it out",
             ),
             Refusal(
-                in_turns and has_snapshots,
+                in_turns and snapshots is not None,
                 "snapshot_every",
-                f"{storage.snapshot_every} with --stream-blocks",
+                f"{snapshots} with --stream-blocks",
                 "none with badam: the end of a turn is committed",
                 "leave it out",
             ),
@@ -799,8 +783,11 @@ class RunOptions(Seeded):
             "per_row": self.optimization.per_row,
             "rewards": self.rewards.reward or None,
         }
-        objective = REWARD if self.rewards.reward else self.objective
-        require_task(objective, rows, used, differentiates=self.optimization.optimizer is not None)
+        objective, option = self.objective, "objective"
+        if self.rewards.reward:
+            objective, option = REWARD, "reward"
+        differentiates = self.optimization.optimizer is not None
+        require_task(objective, rows, used, differentiates=differentiates, option=option)
         if rows is not None and evaluation is not None:
             require_evaluation(rows, evaluation)
 
@@ -830,7 +817,7 @@ class RunOptions(Seeded):
         require_valid(replace(self, objective=AUTO) if named else self, given=given)
         self.rows.require_valid(takes_labels=self.takes_labels)
         self.model_options.require_valid()
-        self._require_storage(given)
+        self._require_storage()
         if self.optimization.optimizer is None:
             self.optimization.require_consistent()
             return
@@ -1079,7 +1066,7 @@ def _is_of(value: Any, kind: Any) -> bool:
     if get_origin(kind) is tuple:
         return isinstance(value, list) and (items[-1] is ... or len(items) == len(value))
     if get_origin(kind) is Literal:
-        return type(value) is str and value in items
+        return (type(value), value) in [(type(item), item) for item in items]
     if kind in (str, Path):
         return isinstance(value, str) and "\0" not in value
     if _is_made(kind):

@@ -77,7 +77,8 @@ def used_options(options: Mapping[str, Any]) -> dict[str, Any]:
     trains_adapter = any(values.get(name) is not None for name in ("adapter", "lora_rank"))
 
     # by values, not by methods
-    idle = {"write_back_every": trains_adapter or values.get("rank") is not None}
+    chosen = values.get("rank") is not None and values.get("write_back_every") != "never"
+    idle = {"write_back_every": chosen}
     there = {name for name, value in values.items() if value not in (None, False, [])}
 
     def is_used(name: str) -> bool:
