@@ -3,6 +3,7 @@ one that is drawn.
 """
 
 import argparse
+import ast
 import importlib
 import importlib.util
 import io
@@ -361,3 +362,19 @@ def test_the_house_has_exactly_the_rooms_and_root_modules_that_are_drawn() -> No
     assert set(drawn) == {
         f"src/{path.name}/" for path in (ROOT / "src").iterdir() if (path / "__init__.py").exists()
     }
+
+
+def test_each_row_of_the_papers_page_names_code_and_a_test_that_are_there() -> None:
+    root = README.parent
+    lines = (root / "docs" / "papers.md").read_text().splitlines()
+    rows = [re.findall(r"`([^`]+)`", line)[-4:] for line in lines if " `test_" in line]
+    assert len(rows) > 40
+    missing = []
+    for path, name, file, case in rows:
+        code = ast.parse((root / path).read_text())
+        defined = {getattr(node, "name", getattr(node, "id", None)) for node in ast.walk(code)}
+        tests = ast.parse((root / file).read_text())
+        cases = {node.name for node in ast.walk(tests) if isinstance(node, ast.FunctionDef)}
+        missing += [] if name in defined else [f"{path}: {name}"]
+        missing += [] if case in cases else [f"{file}: {case}"]
+    assert not missing
