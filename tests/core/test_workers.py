@@ -19,10 +19,11 @@ from engines import assert_equal, first_order, inner, memory, weights, zeroth_or
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from models import make_batch, save_model, small_config
-from peft_models import monolithic
+from peft_models import lora, monolithic
 from toy import ToyBlockModel
 
 from zo2adapters import Adapter, open_checkpoint
+from zo2adapters.models.peft_adapter import is_of_adapter
 from zo2adapters.tasks.objectives import PreferenceLoss
 from zo2adapters.tasks.rows import preference_batch
 from zo2core import (
@@ -59,6 +60,7 @@ from zo2core.errors import (
     WorkerError,
 )
 from zo2core.journal.records import ImpossibleRecordError, decode, encode
+from zo2core.optimizers.adapter_and_base import AdapterAndBase
 from zo2core.planning.memory import free_memory, resident_memory
 from zo2core.workers.gradients import summed
 from zo2core.workers.workers import Report, Split, choose_split, combined
@@ -1029,22 +1031,29 @@ UPDATES: dict[str, Callable[[], Any]] = {
     "sgd": lambda: TorchOptimizer(partial(torch.optim.SGD, lr=1.0, momentum=0.9)),
     "badam": lambda: BAdam(ALL_ADAMW, every=2, seed=3),
     "delayed": lambda: Delayed(TorchOptimizer(ALL_ADAMW)),
+    "lora and lomo": lambda: AdapterAndBase(
+        TorchOptimizer(ALL_ADAMW), LOMO(), base_lr=1e-2, is_of_adapter=is_of_adapter
+    ),
 }
 # what a step does with gradients beside the update
 LIMITS: dict[str, dict[str, Any]] = {
     "as they are": {},
     "clipped by norm": {"clip": 0.05},
+    "clipped by norms of layers": {"clip": 0.05, "clip_per": "layer"},
     "scaled, and in bfloat16": {"scaling": LossScaling(), "dtype": torch.bfloat16},
 }
 ALL_STEPS = 5
+DRAWING = threading.Lock()  # workers are threads here, and share the generator that peft draws with
 
 
 def all_parameters(
     base: Path, update: str, workers: Workers | None = None, **options: Any
 ) -> Engine:
-    model = open_checkpoint(
-        base, **({"dtype": dtype} if (dtype := options.pop("dtype", None)) else {})
-    )
+    adapter = None
+    if update == "lora and lomo":
+        adapter = Adapter(config=lora(init_lora_weights=False), seed=1, trains_base=True)
+    with DRAWING:
+        model = open_checkpoint(base, adapter=adapter, dtype=options.pop("dtype", "auto"))
     return first_order(
         model, UPDATES[update](), lr=lambda step: 1e-2 / (step + 1), workers=workers, **options
     )
