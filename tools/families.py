@@ -33,7 +33,13 @@ import peft
 import torch
 import transformers
 from measuring import command, resident_step
-from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers import (
+    CONFIG_MAPPING,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    PretrainedConfig,
+    PreTrainedModel,
+)
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from zo2adapters import Adapter, MonolithicMeZO, open_checkpoint
@@ -193,17 +199,73 @@ ALSO: Mapping[str, Mapping[str, Any]] = {
 }
 
 
+# sizes of vision towers, of which an image has four patches, and its tokens
+TOWER: Mapping[str, Any] = {
+    **dict.fromkeys(("hidden_size", "embed_dim", "out_hidden_size", "projection_dim"), 16),
+    **dict.fromkeys(("vision_output_dim", "projector_input_dim", "projector_output_dim"), 16),
+    **dict.fromkeys(("num_hidden_layers", "depth", "num_attention_heads", "num_heads"), 2),
+    "intermediate_size": 24,
+    "image_size": 8,
+    "patch_size": 4,
+    "num_position_embeddings": 16,
+    "deepstack_visual_indexes": [0, 1],
+    "fullatt_block_indexes": [1],
+}
+IMAGE_TOKENS = {
+    "image_token_id": 39,
+    "image_token_index": 39,
+    "vision_start_token_id": 38,
+    "vision_end_token_id": 37,
+    "video_token_id": 36,
+    "boi_token_index": 38,
+    "eoi_token_index": 37,
+}
+
+
+def reads_images(config: PretrainedConfig) -> bool:
+    return type(config) in AutoModelForImageTextToText._model_mapping
+
+
+def class_of(config: PretrainedConfig) -> Any:
+    """The class that a checkpoint of this config names."""
+    return AutoModelForImageTextToText if reads_images(config) else AutoModelForCausalLM
+
+
 def small_config(model_type: str) -> PretrainedConfig:
-    kind = CONFIG_MAPPING[model_type]
+    kind: Any = CONFIG_MAPPING[model_type]
+    if not {"text_config", "vision_config"} <= kind.sub_configs.keys():
+        plain: PretrainedConfig = kind(**_small_sizes(kind(), model_type))
+        return plain
     default = kind()
-    sizes = {name: size for name, size in SMALL.items() if _takes_size(default, name)}
+    of_text: Any = default.text_config
+    text = {"model_type": of_text.model_type, **_small_sizes(of_text, of_text.model_type)}
+    rope = getattr(of_text, "rope_parameters", None) or {}
+    if "mrope_section" in rope:
+        text |= {"head_dim": 8, "rope_parameters": {**rope, "mrope_section": [1, 1, 2]}}
+    tower: Any = default.vision_config
+    vision: dict[str, Any] = {"model_type": tower.model_type}
+    for name, size in TOWER.items():
+        if hasattr(tower, name):
+            before = getattr(tower, name)
+            is_list = isinstance(before, (list, tuple)) and not isinstance(size, list)
+            vision[name] = [size] * len(before) if is_list else size
+    tokens = {name: token for name, token in IMAGE_TOKENS.items() if hasattr(default, name)}
+    config: PretrainedConfig = kind(text_config=text, vision_config=vision, **tokens)
+    return config
+
+
+def _small_sizes(default: PretrainedConfig, model_type: str) -> dict[str, Any]:
+    """Small values of a config of text."""
+    kind: Any = type(default)
+    sizes: dict[str, Any] = {
+        name: size for name, size in SMALL.items() if _takes_size(default, name)
+    }
     layer_types = getattr(default, "layer_types", None)
     if layer_types is not None and not _is_computed(
         kind, kind.attribute_map.get("layer_types", "layer_types")
     ):
         sizes["layer_types"] = (list(dict.fromkeys(layer_types)) * 2)[:2]  # one of each
-    config: PretrainedConfig = kind(**{**sizes, **ALSO.get(model_type, {})})
-    return config
+    return {**sizes, **ALSO.get(model_type, {})}
 
 
 def _takes_size(config: PretrainedConfig, name: str) -> bool:
@@ -222,7 +284,7 @@ def small_model(config: PretrainedConfig) -> PreTrainedModel:
     """Make a model with random weights that takes the test's batch; one that is not tiny is
     refused.
     """
-    build: Any = AutoModelForCausalLM.from_config
+    build: Any = class_of(config).from_config
     with torch.device("meta"):
         numel = sum(parameter.numel() for parameter in build(config).parameters())
     if numel > MOST_PARAMETERS:

@@ -17,11 +17,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from families import small_config, small_model, train_lora
+from families import class_of, small_config, small_model, train_lora
 from make_checkpoint import with_mxfp4_experts
 from measuring import command
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from zo2adapters import open_checkpoint
@@ -46,6 +45,9 @@ MIXTURES = [
     "phimoe",
 ]
 MIXTURES += ["gpt_oss", "llama4_text", "granitemoe"]
+# models of images and text, which are trained on text
+IMAGES = ["gemma3", "internvl", "llava", "paligemma", "idefics3", "smolvlm", "mistral3"]
+IMAGES += ["llava_next", "llava_onevision", "qwen3_vl", "llama4", "aya_vision", "qwen3_5"]
 STEPS = 2
 E2M1 = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
 AWQ = (0, 2, 4, 6, 1, 3, 5, 7)  # the output of each code of a word, from its lowest bits up
@@ -320,9 +322,10 @@ def outcome(family: str, form: str, folder: Path) -> str:
     if checkpoint is None:
         return ""
     try:
-        with Engine(open_checkpoint(checkpoint)) as replayer:
+        opened = open_checkpoint(checkpoint)
+        with Engine(opened) as replayer:
             replayer.export(folder / "decoded")
-        resident: Any = AutoModelForCausalLM.from_pretrained
+        resident: Any = class_of(opened.config).from_pretrained
         model, found = train_lora(
             checkpoint, ["auto"], lambda: resident(folder / "decoded", dtype="auto"), STEPS
         )
@@ -357,7 +360,7 @@ def cell(family: str, form: str) -> str:
 @command
 def main(
     *,
-    families: Sequence[str] = (*DENSE, *MIXTURES),
+    families: Sequence[str] = (*DENSE, *MIXTURES, *IMAGES),
     formats: Sequence[str] = FORMATS,
     output: Path | None = None,
 ) -> None:

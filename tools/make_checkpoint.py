@@ -17,7 +17,9 @@ import math
 import os
 import tempfile
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from itertools import product
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -37,7 +39,8 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
-from zo2adapters.models.architecture import ARCHITECTURES, segment_layouts
+from zo2adapters.models.architecture import ARCHITECTURES, architecture_of, segment_layouts
+from zo2adapters.models.batches import CAUSAL_LM
 from zo2adapters.models.checkpoint import DTYPES
 from zo2adapters.models.conversion import quantize
 from zo2adapters.models.skeleton import build_skeleton
@@ -92,12 +95,34 @@ def make_checkpoint(
     weights.
     """
     config.dtype = dtype
-    layouts = segment_layouts(build_skeleton(config, dtype), ARCHITECTURES[config.model_type])
+    skeleton = build_skeleton(config, dtype)
+    layouts = segment_layouts(skeleton, architecture_of(skeleton, CAUSAL_LM, None))
     specs = [spec for layout in layouts for spec in layout.parameters]
+    if config.model_type == "qwen3_moe":
+        specs = [part for spec in specs for part in by_expert(spec)]
+    is_dense = config.model_type in ARCHITECTURES
+
+    def value_of(spec: ParameterSpec) -> torch.Tensor | None:
+        is_hole = sparse and (is_dense or not is_routing(spec.name))
+        return None if is_hole else random_tensor(spec)
+
     text = config.to_json_string(use_diff=False)
-    return write_shards(
-        directory, specs, text, lambda spec: None if sparse else random_tensor(spec), max_shard
-    )
+    return write_shards(directory, specs, text, value_of, max_shard)
+
+
+def by_expert(spec: ParameterSpec) -> Iterator[ParameterSpec]:
+    """A parameter as published checkpoints of Qwen3's mixtures have it: of a stack of experts each
+    matrix by itself.
+    """
+    path, _, leaf = spec.name.rpartition(".")
+    parts = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}.get(leaf, ())
+    if len(spec.shape) < 3 or not parts:
+        yield spec
+        return
+    experts, rows, columns = spec.shape
+    for expert, part in product(range(experts), parts):
+        name = f"{path}.{expert}.{part}.weight"
+        yield replace(spec, name=name, shape=(rows // len(parts), columns))
 
 
 def make_sparse_coded(

@@ -842,6 +842,32 @@ def test_an_adapter_is_llama_cpps_lora(rslora: bool, tmp_path: Path) -> None:
         np.testing.assert_allclose(changed, merged[f"{path}.weight"].numpy(), atol=1e-6)
 
 
+@pytest.mark.parametrize("family", ["qwen3moe", "gpt_oss"])
+def test_an_adapter_of_a_mixture_is_llama_cpps_lora(family: str, tmp_path: Path) -> None:
+    base = save_directory(tmp_path / "base", family)
+    config = LoraConfig(r=2, target_modules=["q_proj", "o_proj"], init_lora_weights=False)
+    model: Any = open_checkpoint(base, adapter=Adapter(config=config))
+    options: dict[str, Any] = {"base": base, "tokenizer": load_tokenizer, "as_adapter": True}
+    with Engine(model) as engine:
+        export_gguf(engine, model, tmp_path / "out", **options)
+        engine.export(tmp_path / "peft")
+        if family == "gpt_oss":  # whose experts would have to be in MXFP4
+            with pytest.raises(UnsupportedModelError, match="model type gpt_oss"):
+                export_gguf(engine, model, tmp_path / "whole", **{**options, "as_adapter": False})
+    file = read_gguf(tmp_path / "out" / "adapter.gguf")
+    assert file.text("general.architecture") == family.replace("_", "-")
+    saved = load_file(tmp_path / "peft" / "adapter_model.safetensors")
+    assert len(file.tensors) == len(saved) == 2 * 2 * 2
+    for name, entry in file.tensors.items():
+        _, layer, kind, _, part = name.split(".")
+        projection = {"attn_q": "q_proj", "attn_output": "o_proj"}[kind]
+        path = f"base_model.model.model.layers.{layer}.self_attn.{projection}"
+        matrix = saved[
+            f"{path}.{part.replace('lora_b', 'lora_B').replace('lora_a', 'lora_A')}.weight"
+        ]
+        assert entry.read() == matrix.numpy().tobytes()
+
+
 REFUSED = [
     ("base", {"use_dora": True}, "DoRA"),
     ("base", {"target_modules": ["q_proj", "embed_tokens"]}, "LoRA of an embedding"),

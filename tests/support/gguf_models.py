@@ -16,6 +16,7 @@ from tokenizers import models as tokenizer_models
 from transformers import (
     Gemma2Config,
     Gemma3TextConfig,
+    GptOssConfig,
     LlamaConfig,
     MixtralConfig,
     Phi3Config,
@@ -113,6 +114,7 @@ _KINDS: dict[str, type[PretrainedConfig]] = {
     "qwen3": Qwen3Config,
     "qwen3moe": Qwen3MoeConfig,
     "mixtral": MixtralConfig,
+    "gpt_oss": GptOssConfig,
     "phi3": Phi3Config,
     "gemma2": Gemma2Config,
     "gemma3": Gemma3TextConfig,
@@ -140,7 +142,7 @@ def tiny_config(architecture: str, **changes: Any) -> PretrainedConfig:
     if architecture == "qwen3moe":
         shape |= {"num_experts": 4, "num_experts_per_tok": 2, "norm_topk_prob": True}
         shape |= {"moe_intermediate_size": 768}  # transformers' reader has no other
-    if architecture == "mixtral":
+    if architecture in ("mixtral", "gpt_oss"):
         shape |= {"num_local_experts": 4, "num_experts_per_tok": 2}
     if architecture.startswith("gemma"):
         shape |= {"tie_word_embeddings": True}

@@ -63,6 +63,8 @@ _ARCHITECTURES = {
     "qwen3_moe": "qwen3moe",
     "mixtral": "llama",
 }
+# of which adapters alone are written: experts of the model would have to be in MXFP4
+_FOR_ADAPTERS = {"gpt_oss": "gpt-oss"}
 # of models that llama.cpp computes otherwise: values of the config that it does not read
 _UNREAD: Mapping[str, Mapping[str, object]] = {
     "qwen3_moe": {"norm_topk_prob": True, "mlp_only_layers": [], "decoder_sparse_step": 1},
@@ -335,7 +337,9 @@ def export_gguf(
     optional_package("gguf", install=gguf_model.GGUF_EXTRA)
     file = read_gguf(base) if is_gguf(base) else None
     names = tokenizer(base)
-    architecture = _architecture(model, base, file)
+    is_adapter = as_adapter and isinstance(model, PeftBlockModel)
+    named = {**_ARCHITECTURES, **(_FOR_ADAPTERS if is_adapter else {})}
+    architecture = _architecture(model, base, file, named)
     layout = LlamaCppLayout(architecture, model.config)
     further = [token for token in end_token_ids(model, names) if token != names.eos_token_id]
     stops = [str(names.decode([token])) for token in further]
@@ -378,23 +382,25 @@ def export_gguf(
         write_companions(partial, {MODELFILE: _modelfile([f"FROM ./{MODEL}"], settings), **files})
 
 
-def _architecture(model: HFBlockModel, base: Path, file: GGUFFile | None) -> str:
-    """llama.cpp's name of a model's architecture."""
+def _architecture(
+    model: HFBlockModel, base: Path, file: GGUFFile | None, named: Mapping[str, str]
+) -> str:
+    """llama.cpp's name of a model's architecture, of those that are written by model type."""
     if file is not None:
         return str(file.metadata["general.architecture"])
     model_type: str = model.config.model_type
-    if model_type not in _ARCHITECTURES:
+    if model_type not in named:
         raise gguf_model.unwritable(
             base,
             f"model type {model_type}",
-            f"a GGUF base, or one of {', '.join(_ARCHITECTURES)}",
+            f"a GGUF base, or one of {', '.join(named)}",
         )
     for name, expected in _UNREAD.get(model_type, {}).items():
         value = getattr(model.config, name, expected)
         if value != expected:
             found = f"{name} {str(value)[:40]}"
             raise gguf_model.unwritable(base, found, f"{expected}, as llama.cpp computes it")
-    return _ARCHITECTURES[model_type]
+    return named[model_type]
 
 
 def _base_lines(base: Path, file: GGUFFile | None) -> list[str]:
