@@ -182,7 +182,9 @@ def multiply(
         return product.by_torch(widened if scale == 1 else widened * scale, thin)
     columns = thin.shape[1]
     missing = -columns % _LANES
-    thin = functional.pad(thin, (0, missing)).contiguous()  # products of zeros do not change a sum
+    if missing:
+        thin = functional.pad(thin, (0, missing))  # products of zeros do not change a sum
+    thin = thin.contiguous()
     inner, width = thin.shape
     outer = wide.shape[0 if product.is_along_rows else 1]
     has_columns_first = product is Product.ALONG_COLUMNS_TRANSPOSED
