@@ -760,15 +760,7 @@ def _architecture(run: _DryRun, path: str, where: str) -> Architecture:
         raise _underivable(where, f"{both[0]}, called before the layers and after them")
     called = {*run.before, *run.after}
     unread = run.unread() if reads_images(run.model.config) else frozenset()
-    tied = {id(p) for name in called for p in run.owners[name]._parameters.values()}
-    for name, module in run.owners.items():
-        idle = [
-            f"{name}.{leaf}"
-            for leaf, p in module._parameters.items()
-            if p is not None and id(p) not in tied
-        ]
-        if name not in called and not unread.issuperset(idle):
-            raise _underivable(where, f"{idle[0]}, a parameter whose module is never called")
+    _require_called(run, called, unread, where)
     without = {name for name in called if run.names(name) <= unread}
     return Architecture(
         model_type=run.model.config.model_type,
@@ -778,6 +770,18 @@ def _architecture(run: _DryRun, path: str, where: str) -> Architecture:
         returned=run.returned,
         left_out=_outermost(run.model, unread, called),
     )
+
+
+def _require_called(
+    run: _DryRun, called: Collection[str], unread: Collection[str], where: str
+) -> None:
+    """Refuse a parameter, other than an unread one, that no module has which is called."""
+    tied = {id(p) for name in called for p in run.owners[name]._parameters.values()}
+    for name, module in run.owners.items():
+        for leaf, p in module._parameters.items():
+            path = f"{name}.{leaf}"
+            if p is not None and id(p) not in tied and path not in unread:
+                raise _underivable(where, f"{path}, a parameter whose module is never called")
 
 
 def _outermost(

@@ -21,7 +21,7 @@ from dataclasses import replace
 from functools import partial
 from itertools import chain
 from pathlib import Path
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal, NamedTuple, TypeAlias
 
 import torch
 from torch import nn
@@ -246,17 +246,26 @@ def require_mergeable(model: PeftBlockModel) -> None:
         expected = "an adapter of linear layers, as LoRA"
         raise UnsupportedModelError("adapter", found, expected, remedy)
     specs = (spec for layout in model.layouts for spec in layout.parameters)
-    for spec in (spec for spec in specs if spec.name not in model.adapter.parameters):
+    for spec in specs:
+        if spec.name in model.adapter.parameters:
+            continue
         paths = [f"{path}.{leaf}" for path, _, leaf in model.places_of(spec.name)]
-        adapted = [path for path in paths if peft_adapter.base_form(path) != path]
-        around = [model.modules[path.rpartition(_BASE)[0]] for path in paths if _BASE in path]
-        is_alike = len(around) == len(paths) and is_one_change(around)
-        if adapted and len(paths) > 1 and not is_alike:
-            shared = [peft_adapter.base_form(path) for path in paths]
-            found = f"a change of its own of {' and of '.join(shared)}, which are one weight"
-            expected = "an adapter of weights that no two layers share"
-            remedy = f"{remedy}, or name other layers"
-            raise UnsupportedModelError("adapter", found, expected, remedy)
+        if _is_changed_alike(model, paths):
+            continue
+        shared = [peft_adapter.base_form(path) for path in paths]
+        found = f"a change of its own of {' and of '.join(shared)}, which are one weight"
+        expected = "an adapter of weights that no two layers share"
+        remedy = f"{remedy}, or name other layers"
+        raise UnsupportedModelError("adapter", found, expected, remedy)
+
+
+def _is_changed_alike(model: PeftBlockModel, paths: Sequence[str]) -> bool:
+    """Whether an adapter has at most one change for a weight, which is at these places."""
+    adapted = [path for path in paths if peft_adapter.base_form(path) != path]
+    if not adapted or len(paths) == 1:
+        return True
+    around = [model.modules[path.rpartition(_BASE)[0]] for path in paths if _BASE in path]
+    return len(around) == len(paths) and is_one_change(around)
 
 
 def merged_parameters(
@@ -358,28 +367,52 @@ def export_gguf(
         metadata: dict[str, Any] = {}
         if file is None:
             metadata = _metadata(model, architecture, base, names) | _further_ends(further)
-        places = _places(specs, layout, base)
-        chosen = _TYPES[specs[0].dtype] if kind == "auto" else kind
-        metadata |= _type_metadata(chosen)
-        if file is None:
-            metadata["general.size_label"] = _size_label(base, places)
-        rotary = _rotary_factors(model, file)
-        infos = [(name, tuple(tensor.shape), "F32") for name, tensor in rotary.items()]
-        infos += [
-            (place.tensor, place.shape, _type_of(place, chosen))
-            for spec in specs
-            for place in places[spec.name]
-        ]
-        tensors = (
-            (place.tensor, layout.write(place.tensor, place.taken_from(tensor.float())))
-            for name, tensor in parameters
-            for place in places[name]
-        )
-        values = chain(rotary.items(), tensors)
-        gguf_model.write_gguf(
-            partial / MODEL, architecture, metadata, infos, values, file, origin=base
-        )
+        written = _WrittenModel(model, base, file, architecture, layout)
+        _write_whole(partial / MODEL, written, specs, parameters, metadata, kind)
         write_companions(partial, {MODELFILE: _modelfile([f"FROM ./{MODEL}"], settings), **files})
+
+
+class _WrittenModel(NamedTuple):
+    """A model that is written as GGUF, and what it was opened from."""
+
+    model: HFBlockModel
+    base: Path
+    file: GGUFFile | None  # None: the base is a directory
+    architecture: str  # llama.cpp's name of it
+    layout: LlamaCppLayout
+
+
+def _write_whole(
+    path: Path,
+    written: _WrittenModel,
+    specs: Sequence[ParameterSpec],
+    parameters: Iterable[tuple[str, torch.Tensor]],
+    metadata: dict[str, Any],
+    kind: GGUFType,
+) -> None:
+    """Write all parameters of a model as a GGUF file, with this metadata and that of their
+    types.
+    """
+    model, base, file, architecture, layout = written
+    places = _places(specs, layout, base)
+    chosen = _TYPES[specs[0].dtype] if kind == "auto" else kind
+    metadata |= _type_metadata(chosen)
+    if file is None:
+        metadata["general.size_label"] = _size_label(base, places)
+    rotary = _rotary_factors(model, file)
+    infos = [(name, tuple(tensor.shape), "F32") for name, tensor in rotary.items()]
+    infos += [
+        (place.tensor, place.shape, _type_of(place, chosen))
+        for spec in specs
+        for place in places[spec.name]
+    ]
+    tensors = (
+        (place.tensor, layout.write(place.tensor, place.taken_from(tensor.float())))
+        for name, tensor in parameters
+        for place in places[name]
+    )
+    values = chain(rotary.items(), tensors)
+    gguf_model.write_gguf(path, architecture, metadata, infos, values, file, origin=base)
 
 
 def _architecture(

@@ -102,19 +102,24 @@ def require_task(
     first = tasks[0]
     for name, value in used.items():
         if value not in (None, False) and not any(name in task.options for task in tasks):
-            supporting = [task for task in TASKS if name in task.options]
-            expected = _either(task.name for task in supporting)
-            found = f"the objective {first.name}"
-            if any(task.name == first.name for task in supporting):  # then the rows decide
-                found += f" for rows with {first.rows.value}"
-                expected += f" for rows with {_either(task.rows.value for task in supporting)}"
-            raise OptionError(name, found, f"the objective {expected}", "leave it out")
+            raise _unsupported(name, first)
     if differentiates and not any(task.has_gradient for task in tasks):
         raise _without_gradient(first.name, rows)
     if rows is not None and not first.takes(rows):
         found = f"{objective} for rows with {rows.value}"
         expected = f"rows with {first.rows.value}"
         raise OptionError(option, found, expected, "pass another objective, or other rows")
+
+
+def _unsupported(option: str, task: TaskEntry) -> OptionError:
+    """The error about an option that a task does not support, which names those that do."""
+    supporting = [other for other in TASKS if option in other.options]
+    expected = _either(other.name for other in supporting)
+    found = f"the objective {task.name}"
+    if any(other.name == task.name for other in supporting):  # then the rows decide
+        found += f" for rows with {task.rows.value}"
+        expected += f" for rows with {_either(other.rows.value for other in supporting)}"
+    return OptionError(option, found, f"the objective {expected}", "leave it out")
 
 
 def _without_gradient(name: str, rows: RowFormat | None) -> OptionError:
