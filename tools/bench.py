@@ -30,6 +30,7 @@ BENCHMARKS = {  # the module of each, in which it has its name
     "rewards": "benches.generation",
     "routed": "benches.generation",
     "stream": "benches.storage",
+    "stages": "benches.stages",
     "sums": "benches.sums",
     "train": "benches.runs",
     "tuning": "benches.runs",

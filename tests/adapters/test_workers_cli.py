@@ -824,3 +824,32 @@ def test_only_blocks_are_split_without_steps(command: str, deep: Path) -> None:
     told = [command, "--model", deep / "deep" / "base", "--split", "rows"]
     told += ["--prompt", "a"] if command == "generate" else ["--data", deep / "rows.jsonl"]
     assert "--split: found rows; expected auto" in refusal(*told)
+
+
+def test_a_plan_has_the_memory_of_each_stage(deep: Path) -> None:
+    """Which is that of a smaller model: embedding and head are apart, and so are the blocks."""
+
+    def planned(*more: object) -> dict[str, Any]:
+        base = deep / "deep" / "base"
+        told = ["plan", "--method", "lora", "--model", base, "--sequence-length", 8, "--lr", 1e-3]
+        ended = run_here(*told, "--json", *more)
+        assert ended.status == 0, ended.err
+        plan: dict[str, Any] = json.loads(ended.out)
+        return plan
+
+    stages = planned("--stages", 3)["stages"]
+    assert planned()["stages"] == []
+    assert [(stage["first_block"], stage["last_block"]) for stage in stages] == [
+        (1, 1),
+        (2, 3),
+        (4, 4),
+    ]
+    assert all(stage["buckets"] is None for stage in stages)
+    command = ["plan", "--model", deep / "deep" / "base", "--sequence-length", 8]
+    for more, told in (
+        (("--stages", 5), "5 workers for 4 blocks"),
+        (("--stages", 1), "--stages"),
+        (("--stages", 2, "--method", "lomo"), "--stages: found 2"),
+        (("--stages", 2, "--runs", 2), "--runs: found 2"),
+    ):
+        assert told in refusal(*command, *more)

@@ -41,9 +41,7 @@ def sums(
     context = multiprocessing.get_context("spawn")
     measured: dict[str, Any] = {}
     for size in workers:
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            port = free.getsockname()[1]
+        port = free_port()
         receiver, sender = context.Pipe(duplex=False)
         processes = [
             context.Process(target=serve, args=(rank, size, port, megabytes, rounds, sender))
@@ -56,6 +54,13 @@ def sums(
         for process in processes:
             process.join()
     return measured
+
+
+def free_port() -> int:
+    """A port that nobody listens on now."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return int(free.getsockname()[1])
 
 
 def serve(

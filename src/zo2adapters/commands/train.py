@@ -740,9 +740,14 @@ class Plan(Train):
 
     json: bool = False
     """Print JSON instead of a table."""
+    stages: int | None = None
+    """Plan the memory of so many workers that divide the blocks with --split blocks."""
 
     def check(self) -> None:
         """Refused is what zo2 train refuses."""
+        if self.stages is not None:
+            require_whole("stages", self.stages, 2)
+            self._require_none("runs", beside="with --stages", expected=": one run has stages")
         expected = ": zo2 rows writes a benchmark's rows, which are passed as --data"
         self._require_none("task", beside="in a plan", expected=expected)
         self._require_consistent()
@@ -786,6 +791,7 @@ class Plan(Train):
             resume=command.resume,
             from_step=command.from_step,
             runs=count,
+            stages=command.stages,
         )
         beside = (
             ["the short runs that choose lr"]

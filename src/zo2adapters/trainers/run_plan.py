@@ -49,10 +49,11 @@ from zo2adapters.trainers.run_inputs import (
 )
 from zo2adapters.trainers.run_tasks import RunTasks
 from zo2core import DevicePlan, HostPlan, LowRankPerturbation, MemoryPolicy, ZO2Error
-from zo2core.errors import MemoryBudgetError, OptionError
+from zo2core.errors import MemoryBudgetError, OptionError, without_effect
 from zo2core.estimators.factors import kept_bytes_a_step
 from zo2core.estimators.perturbation import require_perturbation
 from zo2core.kernels.low_bit import low_bit_layout
+from zo2core.methods.stages import divided_blocks, stage_layouts
 from zo2core.optimizers.registry import OPTIMIZERS
 from zo2core.planning.memory import Machine, MemoryPart, RunRequest, plan
 from zo2core.planning.speeds import (
@@ -70,7 +71,7 @@ from zo2core.sources.segment_store import laid_out_as_on_disk
 from zo2core.sources.slot_file import slot_bytes
 from zo2core.sweep.activations import IN_TRANSIT, streams_on_device
 from zo2core.sweep.gradient_visitor import GRAPH_SHARE
-from zo2core.types import shown_bytes
+from zo2core.types import shown_bytes, trained
 
 # Note: Updates. One thread replays, while a second one draws and perturbs for the first evaluation;
 # both perturb for the second evaluation. On steps of OPT-125m and OPT-1.3B perturbing took this
@@ -112,6 +113,16 @@ class Together:
     free_runs: int
 
 
+@dataclass(frozen=True)
+class StagePlan:
+    """What one of several workers takes that divide the blocks."""
+
+    first_block: int  # from 1
+    last_block: int
+    nbytes: int  # of host memory
+    buckets: int | None  # blocks in memory at a time; None: all of the stage
+
+
 @dataclass(frozen=True, kw_only=True)
 class RunPlan:
     """Expected memory, disk use and time of a run, or of several that share their base."""
@@ -137,6 +148,7 @@ class RunPlan:
     transfers: Transfers | None = None  # None: the run computes on the CPU
     together: Together | None = None  # None: one run alone
     division: Division | None = None  # None: batches are not divided because of memory
+    stages: tuple[StagePlan, ...] = ()  # of workers that divide the blocks
 
     @property
     def seconds(self) -> float:
@@ -215,6 +227,10 @@ class RunPlan:
             lines.append(f"GPU memory: it fits, with {used}; {kept}.")
             seconds = duration(self.transfers.transfer_seconds)
             time = f"compute is not predicted for a GPU; transfers alone take {seconds} a step"
+        for number, stage in enumerate(self.stages, 1):
+            blocks = f"blocks {stage.first_block} to {stage.last_block}"
+            held = "all in memory" if stage.buckets is None else f"{stage.buckets} at a time"
+            lines.append(f"Stage {number}: {blocks}, {held}; {shown_bytes(stage.nbytes)}.")
         if self.division is not None:
             lines.append(f"Batches: {self.division.notice()}.")
         return [*lines, f"Time: {time}.", self.disk_writes()]
@@ -321,7 +337,11 @@ def duration(seconds: float) -> str:
 
 
 def plan_run(
-    fitting: FittingPlan, *, runs: int | None = None, measures_snapshots: bool = True
+    fitting: FittingPlan,
+    *,
+    runs: int | None = None,
+    stages: int | None = None,
+    measures_snapshots: bool = True,
 ) -> RunPlan:
     """What a run takes on the CPU or on a GPU, which need not be in this machine, or several equal
     runs of one base.
@@ -331,6 +351,7 @@ def plan_run(
     Args:
         fitting: The run, and the plan of its memory.
         runs: Number of equal runs; None: one run alone.
+        stages: Number of workers that divide the blocks; None: the run is not divided.
         measures_snapshots: Whether the disk is measured, which snapshots are written to: without
             it, what they write is not known.
     """
@@ -352,6 +373,8 @@ def plan_run(
     planned = replace(planned, model_bytes=nbytes, steps=options.steps, evaluations=evaluations)
     if not evaluations:
         planned = replace(planned, evaluation_seconds=0.0)
+    if stages is not None:
+        planned = replace(planned, stages=_stage_plans(fitting, stages))
     return planned if runs is None else _plan_together(fitting, planned, runs)
 
 
@@ -528,6 +551,28 @@ def _device_plan(fitting: FittingPlan) -> RunPlan:
             transfer_seconds=(max(moved, returned) + (len(blocks) + 1) * waiting) / BUS,
         ),
     )
+
+
+def _stage_plans(fitting: FittingPlan, count: int) -> tuple[StagePlan, ...]:
+    """The memory of each of so many workers that divide the blocks."""
+    request = fitting.request
+    if isinstance(request.perturbation, LowRankPerturbation) or request.gradient_bytes:
+        raise without_effect("stages", count, "an adapter, or dense zeroth-order steps")
+    adapter = sum(spec.nbytes for spec in trained(request.layouts))
+    plans = []
+    for blocks in divided_blocks(request.layouts, count):
+        layouts = stage_layouts(request.layouts, blocks)
+        elsewhere = adapter - sum(spec.nbytes for spec in trained(layouts))
+        kept = request.trained_copies * elsewhere
+        of_stage = replace(
+            request,
+            layouts=layouts,
+            on_disk=stage_layouts(request.on_disk, blocks),
+            further=[*request.further, MemoryPart("trained by other stages", kept)],
+        )
+        host = plan(of_stage, Machine(), fitting.speeds).host_plan
+        plans.append(StagePlan(blocks.start, blocks.stop - 1, host.nbytes, host.buckets))
+    return tuple(plans)
 
 
 def _plan_together(fitting: FittingPlan, run: RunPlan, runs: int) -> RunPlan:
@@ -745,6 +790,7 @@ def plan_of_options(
     resume: Path | None = None,
     from_step: int | None = None,
     runs: int | None = None,
+    stages: int | None = None,
 ) -> RunPlan:
     """The plan of a run that is not to begin. Refused is what the run refuses.
 
@@ -754,6 +800,7 @@ def plan_of_options(
         resume: Directory of the run to continue, or to branch from.
         from_step: Step to branch from; None: the run is continued.
         runs: Number of equal runs that share their base; None: one run alone.
+        stages: Number of workers that divide the blocks; None: the run is not divided.
     """
     start = RunStart(options, resumes=resume is not None)
     checked_method(start)
@@ -773,7 +820,7 @@ def plan_of_options(
         directory = resolve_directory(options.model)
         inputs, fitting = divided(RowlessInputs(options, options.opened(directory)))
     with closing(inputs.model.weights):
-        plan = plan_run(fitting, runs=runs)
+        plan = plan_run(fitting, runs=runs, stages=stages)
     return replace(plan, division=inputs.division)
 
 

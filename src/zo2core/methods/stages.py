@@ -184,10 +184,10 @@ def stage_layouts(whole: Sequence[BlockLayout], blocks: range) -> tuple[BlockLay
     kept = tuple(spec for spec in whole[0].parameters if spec.name in needed)
     own = [*blocks, *([len(whole) - 1] if _has_head(whole, blocks) else [])]
     others = (
-        layout if index in own else replace(layout, parameters=(), borrowed=())
+        layout if index in own else replace(layout, parameters=(), borrowed=(), offsets=None)
         for index, layout in enumerate(whole[1:], 1)
     )
-    return (replace(whole[0], parameters=kept), *others)
+    return (replace(whole[0], parameters=kept, offsets=None), *others)
 
 
 def _has_head(whole: Sequence[BlockLayout], blocks: range) -> bool:
