@@ -232,14 +232,18 @@ def test_a_rule_that_moves_more_than_rows_or_computes_is_refused(
         """Not one of those that are known to move rows only."""
 
     base = saved("llama", tmp_path / "base")
-    both, moved = ["gate_proj.weight", "up_proj.weight"], r"tensor\(s\), the first of shape"
+    both, moved = ["gate_proj.weight", "up_proj.weight"], r"makes columns of \({}\); expected"
     rules: list[tuple[WeightConverter, type[ZO2Error], str]] = [
         (
             WeightConverter("up_proj.weight", "up_proj.weight", [Transpose(0, 1)]),
-            CheckpointError,
-            moved,
+            UnsupportedModelError,
+            moved.format("Transpose"),
         ),
-        (WeightConverter(both, "gate_proj.weight", [Concatenate(dim=1)]), CheckpointError, moved),
+        (
+            WeightConverter(both, "gate_proj.weight", [Concatenate(dim=1)]),
+            UnsupportedModelError,
+            moved.format("Concatenate"),
+        ),
         (
             WeightConverter("up_proj.weight", "up_proj.weight", [Doubled()]),
             UnsupportedModelError,
@@ -252,6 +256,19 @@ def test_a_rule_that_moves_more_than_rows_or_computes_is_refused(
         )
         with pytest.raises(error, match=told):
             open_checkpoint(base)
+
+
+def test_a_tensor_that_has_the_models_shape_already_is_not_transposed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    base = saved("llama", tmp_path / "base")
+    before = weights_of(base)
+    transposition: Any = Transpose(0, 1)
+    transposition.check_dims = True  # as of Qwen3-VL's experts
+    rule = WeightConverter("up_proj.weight", "up_proj.weight", [transposition])
+    monkeypatch.setattr(stored_tensors, "get_model_conversion_mapping", lambda model: [rule])
+    with Engine(open_checkpoint(base)) as engine:
+        assert_equal(dict(engine.parameters_now()), before)
 
 
 def test_buffers_decide_the_result_and_so_the_journal_knows_them(tmp_path: Path) -> None:

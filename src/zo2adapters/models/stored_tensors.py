@@ -361,6 +361,8 @@ def _converted(
     """
     rows = _Rows.of([entry for _, entry in sources])
     first = rows.entries[0]
+    if target in state and _keeps_what_fits(rule) and first.shape == tuple(state[target].shape):
+        return {target: (Piece.whole(first),)}
     _require_row_operations(rule, first, target)
     if rows.total > _MAX_ROWS:
         raise _unsupported(
@@ -384,9 +386,24 @@ def _converted(
     for name, value in made.items():
         shape = tuple(state[name].shape) if name in state else ()
         if not rows.make(value, shape):
+            _require_whole_rows(rule, first, value)
             found = f"{len(sources)} tensor(s), the first of shape {list(first.shape)}"
             raise _misfit(first, name, found)
     return {name: tuple(rows.pieces(value.reshape(-1))) for name, value in made.items()}
+
+
+def _keeps_what_fits(rule: WeightConverter) -> bool:
+    """Whether a rule leaves a tensor as it is that has the shape of the model's already."""
+    return [getattr(operation, "check_dims", False) for operation in rule.operations] == [True]
+
+
+def _require_whole_rows(rule: WeightConverter, entry: TensorEntry, made: torch.Tensor) -> None:
+    """Refuse a rule that has made columns of rows."""
+    has_columns = made.dim() > 1 and made.shape[-1] != 1
+    if has_columns and len(entry.shape) > 1:
+        operations = ", ".join(type(operation).__name__ for operation in rule.operations)
+        found = f"rows that transformers {__version__} makes columns of ({operations})"
+        raise _unsupported(entry, found, "conversions that move whole rows")
 
 
 def _require_row_operations(rule: WeightConverter, entry: TensorEntry, target: str) -> None:
