@@ -153,6 +153,7 @@ VERIFIED = [
     f"{LORA} --lora-targets q_proj down_proj",
     f"{LORA} --method adamw",
     f"{LORA} --method sgd",
+    f"{LORA} --adapter-frozen lora_A",
 ]
 POSTED = re.compile(
     r"zo2 verify: (?P<found>EQUAL|DIFFERENT), digest (?P<digest>[0-9a-f]{16}); zo2core [\d.]+, "
@@ -177,7 +178,9 @@ def test_verify_tells_equal_from_different(
     assert not method or "bit for bit" in told
     assert "--method" not in method or "bit for bit: losses, gradient norms" in told
     if LORA in method:
-        of_loras = f"all {8 if '--lora-targets' in method else 28} trained parameters\n"
+        counts = {"q_proj down_proj": 8, "lora_A": 14}
+        trained = next((count for words, count in counts.items() if words in method), 28)
+        of_loras = f"all {trained} trained parameters\n"
         assert of_loras in told
     assert POSTED.fullmatch(told.splitlines()[-1])
     loads = AutoModelForCausalLM.from_pretrained

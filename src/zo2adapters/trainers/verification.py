@@ -13,6 +13,7 @@ import struct
 from collections.abc import Callable, Iterable, Mapping
 from copy import deepcopy
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -26,7 +27,7 @@ from zo2adapters.models.footprint import activation_bytes
 from zo2adapters.models.gguf_model import load_whole
 from zo2adapters.models.hf import HFBlockModel, HFHeadModel
 from zo2adapters.models.monolithic import MonolithicMeZO
-from zo2adapters.models.peft_adapter import Adapter
+from zo2adapters.models.peft_adapter import Adapter, is_of_adapter
 from zo2adapters.models.peft_model import PeftBlockModel
 from zo2adapters.optional_package import optional_package
 from zo2adapters.tasks.rows import classifies, padding_of, rates_once
@@ -297,17 +298,21 @@ def _whole_model(model: HFBlockModel, directory: Path, head: str, adapter: Adapt
 def _share_trained(
     model: HFBlockModel, whole: nn.Module, values: Iterable[tuple[str, torch.Tensor]]
 ) -> dict[str, nn.Parameter]:
-    """Give the whole model the values of what is trained; only these parameters then require
-    gradients.
+    """Give the whole model the values of what is trained, and of all of an adapter; only what is
+    trained then requires gradients.
     """
     names = {spec.name for layout in model.layouts for spec in layout.parameters if not spec.frozen}
     trained = {name: parameter for name, parameter in whole.named_parameters() if name in names}
     assert trained.keys() == names, "every trained parameter is compared"
     for name, parameter in whole.named_parameters():
         parameter.requires_grad = name in names
+    given = dict(trained)
+    if isinstance(model, PeftBlockModel):  # what is frozen of a new adapter was drawn, too
+        given |= {name: value for name, value in whole.named_parameters() if is_of_adapter(name)}
+        values = chain(model.adapter.values().items(), values)
     for name, value in values:
-        if name in trained:
-            trained[name].data = value.detach().clone()
+        if name in given:
+            given[name].data = value.detach().clone()
     return trained
 
 
