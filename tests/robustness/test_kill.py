@@ -192,6 +192,7 @@ def first_order(method: str, *more: object) -> tuple[object, ...]:
 SNAPSHOTS_KEPT = ("--keep-best", "--snapshot-every", 2)
 ADAPTER = ("--lora-rank", 3, "--lora-alpha", 16)
 STREAMED = ("--stream-blocks",)
+BOTH = ("--base-lr", 1e-2, "--lora-rank", 2)
 REWARDS = ("rewards.py:fingerprint", "length=0.1")
 
 
@@ -245,6 +246,10 @@ KINDS: dict[str, Kind] = {
     "badam, streamed": Kind(first_order("badam", *STREAMED), TURN_PLACES, "badam"),
     "lomo": Kind(first_order("lomo", *SNAPSHOTS_KEPT)),
     "lomo, streamed": Kind(first_order("lomo", *STREAMED, "--snapshot-every", 2), {}, "lomo"),
+    "lora and lomo": Kind(first_order("lora+lomo", *BOTH, *SNAPSHOTS_KEPT)),
+    "lora and lomo, streamed": Kind(
+        first_order("lora+lomo", *BOTH, *STREAMED), {}, "lora and lomo"
+    ),
     "adalomo": Kind(first_order("adalomo", *SNAPSHOTS_KEPT)),
     "adalomo, streamed": Kind(
         first_order("adalomo", *STREAMED, "--snapshot-every", 2), {}, "adalomo"

@@ -110,9 +110,10 @@ def weights_of(directory: str | Path) -> dict[str, torch.Tensor]:
 
 
 def bits_of(run: str | Path) -> dict[str, Any]:
-    """The journal of a run, and the weights of its whole model or adapter."""
-    [weights] = Path(run, "model").glob("*.safetensors")
-    return {"journal": Path(run, "journal.jsonl").read_bytes(), "weights": weights.read_bytes()}
+    """The journal of a run, and the weights of its whole model or adapter, or of both."""
+    weights = [path.read_bytes() for path in sorted(Path(run, "model").rglob("*.safetensors"))]
+    assert weights
+    return {"journal": Path(run, "journal.jsonl").read_bytes(), "weights": weights}
 
 
 def outcome(run: str | Path) -> dict[str, Any]:
