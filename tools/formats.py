@@ -268,8 +268,9 @@ def save_coded(
     model: Any = small_model(config)
     model.half().save_pretrained(plain)
     tensors, packed = load_file(plain / "model.safetensors"), dict[str, torch.Tensor]()
+    linear = {name for name in tensors if name.endswith(CODED) and tensors[name].ndim == 2}
     for number, name in enumerate(sorted(tensors)):
-        if not name.endswith(CODED):
+        if name not in linear:  # patches of images are convolutions
             continue
         layer, (rows, columns) = name.removesuffix("weight"), tensors[name].shape
         own, weights = random_matrix(kind, rows, columns, group, number)
@@ -277,7 +278,7 @@ def save_coded(
         tensors[name] = weights.half()
     save_file(tensors, plain / "model.safetensors", {"format": "pt"})
     coded.mkdir()
-    others = {name: value for name, value in tensors.items() if not name.endswith(CODED)}
+    others = {name: value for name, value in tensors.items() if name not in linear}
     save_file(others | packed, coded / "model.safetensors", {"format": "pt"})
     described_model = json.loads((plain / "config.json").read_bytes()) | {
         "quantization_config": described(kind, group)
