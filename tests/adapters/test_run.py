@@ -450,6 +450,23 @@ def test_a_run_opens_its_data_once(
     assert opened.count(str(data)) == 1
 
 
+def test_a_run_that_goes_on_reads_its_journal_once(
+    options: TrainOptions, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    interrupt_after(options, 2)
+    opened: list[Path] = []
+    open_file = Journal._open
+
+    def noted(journal: Journal, path: Path) -> Any:
+        opened.append(path)
+        return open_file(journal, path)
+
+    monkeypatch.setattr(Journal, "_open", noted)
+    with open_run(RunStart(options, resumes=True), display=QUIET) as trainer:
+        assert trainer.engine.version == 2
+        assert opened == [options.output / "journal.jsonl"]
+
+
 def test_an_earlier_step_is_opened_by_the_first_worker_alone(options: TrainOptions) -> None:
     workers: Any = SimpleNamespace(rank=0, size=2)
     method, running = (

@@ -30,7 +30,7 @@ from zo2adapters.tasks.registry import function_file
 from zo2adapters.trainers.metrics import Results, best_step
 from zo2adapters.trainers.options import Execution, TrainOptions, require_shareable
 from zo2adapters.trainers.process import local_device, worker_trace
-from zo2adapters.trainers.run_directory import JOURNAL, RunDirectory
+from zo2adapters.trainers.run_directory import RunDirectory
 from zo2adapters.trainers.run_inputs import LargestBatch, RowShapes, RunStart
 from zo2core import (
     BlockUpdate,
@@ -211,6 +211,7 @@ class RunMethod(ABC):
         self,
         model: HFBlockModel,
         memory: StepMemory,
+        journal: Journal,
         provenance: Mapping[str, Any],
         execution: Execution,
     ) -> Engine:
@@ -219,6 +220,7 @@ class RunMethod(ABC):
         Args:
             model: The run's model.
             memory: What is reserved for activations.
+            journal: The run's journal, which stays the caller's.
             provenance: What the run's result depends on, as JSON values.
             execution: How this process executes the run.
         """
@@ -226,7 +228,7 @@ class RunMethod(ABC):
         return Engine(
             model,
             self.steps(),
-            journal=options.output / JOURNAL,
+            journal=journal,
             run=options.output if self.has_gradient else None,
             device=local_device(options.storage.device, self.workers),
             memory=self.policy(*memory),
@@ -739,6 +741,7 @@ class GradientRun(RunMethod):
         self,
         model: HFBlockModel,
         memory: StepMemory,
+        journal: Journal,
         provenance: Mapping[str, Any],
         execution: Execution,
     ) -> Engine:
@@ -750,7 +753,7 @@ class GradientRun(RunMethod):
                 self._require_few_writes(model, memory)
             else:
                 self._policy.least = self._least_interval(model)
-        engine = super().engine(model, memory, provenance, execution)
+        engine = super().engine(model, memory, journal, provenance, execution)
         best = None if self.streams else self._best(engine)
         if best is not None and best < engine.version and best not in (0, *engine.snapshots.steps):
             engine.close()

@@ -8,7 +8,7 @@ import math
 import statistics
 import sys
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, replace
 from functools import partial
@@ -37,7 +37,6 @@ from zo2adapters.trainers.process import (
 )
 from zo2adapters.trainers.run_directory import (
     HeldRun,
-    RunDirectory,
     begin_branch,
     provenance,
     remove_files,
@@ -66,13 +65,6 @@ _RESUMABLE = (CheckpointError, JournalError, OutputError, ScratchError)
 _MEASURED = 3  # steps after which a plan is compared with what they took
 _WRONG_TIME, _WRONG_MEMORY = 1.3, 1.1  # factors from which on a plan is corrected
 _LONG = 60  # seconds that are left from which on a plan is corrected
-
-
-class _Recorded(NamedTuple):
-    """What the journal of a run that goes on says."""
-
-    header: Mapping[str, Any] | None
-    first_step: int  # the earliest step from which the run may continue
 
 
 class Display(NamedTuple):
@@ -109,7 +101,11 @@ def open_run(
             start = replace(start, resumes=True, branch=None)
         directory = HeldRun(output, resume=start.resumes)
         refused.callback(directory.abandon)
-        recorded = _recorded(start, of_options)
+        journal = refused.enter_context(directory.journal())
+        first_step = 0
+        if start.resumes:
+            require_same_files(start.options, journal.header)
+            first_step = of_options.first_step(journal)
         prepared = prepare(start, digests=True)
         inputs, method, memory, _ = prepared
         options, model = inputs.options, inputs.model
@@ -118,17 +114,16 @@ def open_run(
         refused.callback(tasks.task.close)
         directory.begin(inputs)
         if start.resumes:
-            require_same_base_files(model, recorded.header)
+            require_same_base_files(model, journal.header)
         tasks.task.prepare(
             partial(method.open, model, memory.nbytes),
-            lambda: _remaining_rows(inputs, start, recorded),
+            lambda: _remaining_rows(inputs, start, first_step),
         )
         devices = device_kinds(options.storage.device, start.workers)
         decides = provenance(inputs, devices=devices, task=tasks.task.provenance)
         plan = planned(prepared) if plans else None
-        engine = method.engine(model, memory, decides, execution)
+        engine = method.engine(model, memory, journal, decides, execution)
         refused.callback(engine.close)
-        journal = engine.journal
         if execution.verify_base and (
             unknown := verified_base(model, journal, quiet=display.quiet)
         ):
@@ -150,20 +145,13 @@ def open_run(
         )
 
 
-def _recorded(start: RunStart, method: RunMethod) -> _Recorded:
-    """What the journal of a run says that goes on, of other files than these."""
-    if not start.resumes:
-        return _Recorded(None, 0)
-    with RunDirectory(start.options.output).journal() as journal:
-        require_same_files(start.options, journal.header)
-        return _Recorded(journal.header, method.first_step(journal))
-
-
-def _remaining_rows(inputs: RunInputs, start: RunStart, recorded: _Recorded) -> list[Any]:
-    """Rows of the remaining steps and evaluations, the same for all workers."""
+def _remaining_rows(inputs: RunInputs, start: RunStart, first_step: int) -> list[Any]:
+    """Rows of the remaining steps and evaluations, the same for all workers: at the earliest from
+    this step.
+    """
     options = inputs.options
     data = inputs.data
-    taken = recorded.first_step
+    taken = first_step
     if start.workers is not None:
         taken = min(start.workers.all_gather(taken))
     steps = max(options.steps - taken, 0)
@@ -259,7 +247,7 @@ class Trainer:
                 # the directory of a run that has not started is removed, unless the run can be
                 # resumed
                 if not (self.engine.version or isinstance(error, _RESUMABLE)):
-                    self.engine.close()
+                    self._close_engine()
                     self.directory.abandon()
             explained = self.method.explained(error, self.engine)
             if explained is error:
@@ -416,9 +404,14 @@ class Trainer:
 
     def close(self) -> None:
         """Close the engine and release the directory's lock. May be called twice."""
-        self.engine.close()
+        self._close_engine()
         self.tasks.task.close()
         self.directory.close()
+
+    def _close_engine(self) -> None:
+        """Close the engine and its journal."""
+        self.engine.close()
+        self.engine.journal.close()
 
     def __enter__(self) -> Trainer:
         return self
