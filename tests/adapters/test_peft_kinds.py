@@ -314,6 +314,8 @@ def test_trained_tokens_have_the_gradients_of_pefts_and_are_merged(
         trained = dict(whole.named_parameters())
         assert all(torch.equal(value, trained[name]) for name, value in engine.parameters.items())
         [rows] = [name for name in first if "trainable_tokens_delta" in name]
+        # each forward copies the embedding
+        assert model.adapter.forward_bytes == 42 * 12 * dtype.itemsize
         assert not torch.equal(first[rows], trained[rows])
         expected = engine.evaluate([batch]).loss
         export_merged(engine, model, tmp_path / "merged")

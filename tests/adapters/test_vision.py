@@ -3,6 +3,7 @@ the rows' refused.
 """
 
 import json
+import warnings
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ from command_lines import ROWS, done, write_rows
 from engines import assert_equal, really_held, zeroth_order
 from models import save_model, save_tokenizer
 from parity import assert_steps_alike
-from peft import LoraConfig, PeftModel, PrefixTuningConfig
+from peft import LoraConfig, PeftModel, PrefixTuningConfig, get_peft_model
 from peft_models import monolithic
 from runs import weights_of
 from transformers import (
@@ -43,7 +44,7 @@ from zo2adapters import Adapter, MonolithicMeZO, generate, open_checkpoint
 from zo2adapters.models.export import export_merged
 from zo2adapters.models.footprint import vision_bytes
 from zo2core import Engine, FirstOrder, LowRankPerturbation, MeZOSGD, ZerothOrder
-from zo2core.errors import BatchError, UnsupportedModelError
+from zo2core.errors import BatchError, CheckpointError, UnsupportedModelError
 
 NUMBERS: dict[str, Any] = {"lr": 1e-2, "zo_eps": 1e-2}
 IMAGE, BEFORE, BEHIND = 39, 38, 37  # tokens
@@ -536,6 +537,16 @@ def test_an_adapter_has_the_names_of_the_class_that_the_checkpoint_names(
     again = open_checkpoint(base, adapter=Adapter(config=tmp_path / "adapter"))
     with Engine(again) as engine:
         assert engine.evaluate([batch]).loss == trained
+
+
+def test_an_adapter_of_parts_for_images_is_refused(tmp_path: Path) -> None:
+    base = saved(tmp_path / "base", FOR_TEXT["llava_next"])
+    config = LoraConfig(r=2, target_modules=["q_proj"])  # of the text and of the vision tower
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # peft's own
+        get_peft_model(whole_model(base), config).save_pretrained(str(tmp_path / "adapter"))
+    with pytest.raises(CheckpointError, match=r"vision_tower.*an adapter of a part for images"):
+        open_checkpoint(base, adapter=Adapter(config=tmp_path / "adapter"))
 
 
 def test_a_declaration_may_leave_the_parts_for_images_out(tmp_path: Path) -> None:

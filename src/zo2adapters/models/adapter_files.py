@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import closing, contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -73,6 +73,7 @@ def read_adapter(
     tensors: Mapping[str, torch.Tensor],
     names: Mapping[str, str],
     mapped: Mapped,
+    left_out: Collection[str] = (),
 ) -> SavedTensors:
     """Read an adapter's file.
 
@@ -82,6 +83,7 @@ def read_adapter(
         tensors: The adapter's parameters, of which all must be there, by name.
         names: Their names in a file of peft.
         mapped: Gives the file's tensors by the parameters to which peft loads them.
+        left_out: Paths of modules of the base that are not part of the skeleton.
 
     Raises:
         CheckpointError: if a tensor is missing or does not fit.
@@ -117,11 +119,24 @@ def read_adapter(
             "the adapter's parameters, and perhaps parameters of the base",
             "merge the adapter with peft's merge_and_unload, and use the merged model",
         )
+    _require_of_text(path, left, left_out)
     if left:
         text = f"{path}: {len(left)} tensor(s) that this base and {CONFIG_FILE} have no place for "
         text += f"are left out, as peft leaves them out, such as {left[0]}"
         warnings.warn(text, ZO2Warning, stacklevel=2)
     return SavedTensors(values, beside)
+
+
+def _require_of_text(path: Path, names: Iterable[str], left_out: Collection[str]) -> None:
+    """Refuse tensors that peft would load to parts for images, which text does not reach."""
+    for name in names:
+        if any(name.startswith(f"{module}.") for module in left_out):
+            raise CheckpointError(
+                f"{path}: {name}",
+                "an adapter of a part for images",
+                "an adapter of the layers that text passes: the others are left out",
+                "merge it with peft's merge_and_unload, and use the merged model",
+            )
 
 
 def mapped_by_peft(

@@ -1016,7 +1016,8 @@ def inject(
         values = partial(_with_copies, rounded, copies, dtypes, base)
     else:
         mapped = partial(kind.mapped, skeleton)
-        saved, beside = read_adapter(weights, skeleton, tensors, names, mapped)
+        modules = {name.rpartition(".")[0] for name in left_out}
+        saved, beside = read_adapter(weights, skeleton, tensors, names, mapped, modules)
         values = partial(dict, saved)
     for name, tensor in tensors.items():
         put_value(skeleton, name, tensor)
