@@ -853,3 +853,19 @@ def test_a_plan_has_the_memory_of_each_stage(deep: Path) -> None:
         (("--stages", 2, "--runs", 2), "--runs: found 2"),
     ):
         assert told in refusal(*command, *more)
+
+
+def test_stages_learn_from_rewards_as_one_process_does(
+    deep: Path, crew: Crew, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each step generates under its perturbed weights."""
+    monkeypatch.chdir(tmp_path)
+    command = ["train", "--model", deep / "deep" / "base", "--data", deep / "rows.jsonl"]
+    command += ["--method", "zeroth-order", "--estimator", "es", "--queries", 2, "--steps", 2]
+    command += ["--lr", 0.05, "--zo-eps", 0.1, "--batch-size", 2, "--max-new-tokens", 3]
+    command += ["--reward", "length=0.1"]
+    told_by(crew, *command, "--output", "run", "--split", "blocks")
+    ended = run_here(*command, "--output", "whole")
+    assert ended.status == 0, ended.err
+    journals = [Journal(Path(path) / "journal.jsonl").updates for path in ("run", "whole")]
+    assert list(journals[0]) == list(journals[1])
