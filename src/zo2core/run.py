@@ -196,6 +196,10 @@ class Undivided:
         """The visitor of a sweep forward and backward: see ``GradientVisitor``."""
         return GradientVisitor(visits, rows, part, kept_bytes=kept_bytes, loss_scale=loss_scale)
 
+    def adds_earlier_gradient(self, name: str) -> bool:
+        """Whether this process adds the earlier gradient of a parameter to that of a batch."""
+        return self.peers.rank == 0
+
     def agreed_bytes(self, nbytes: int) -> int:
         """Memory that all processes of a run have, by which they group batches alike."""
         return nbytes

@@ -17,6 +17,7 @@ from models import make_batch, save_model, small_config
 from toy import ToyBlockModel
 
 from zo2adapters import Adapter, open_checkpoint
+from zo2adapters.models.conversion import quantize
 from zo2adapters.tasks.objectives import PreferenceLoss
 from zo2adapters.tasks.rows import preference_batch
 from zo2core import (
@@ -60,7 +61,7 @@ def rows_for(step: int, rows: int = 5) -> dict[str, torch.Tensor]:
 
 def adapter_run(base: Path, workers: Workers | None = None, **options: Any) -> Any:
     """Losses and norms of a few steps, and the adapter after them."""
-    model = opened(base)
+    model = opened(base, precision=options.pop("precision", "exact"))
     with first_order(
         model, ADAMW, workers=workers, **{"clip": 0.05, "micro_batch_size": 2, **options}
     ) as engine:
@@ -98,6 +99,20 @@ def test_memory_and_micro_batches_change_no_bit(base: Path, options: dict[str, A
         assert_equal(found[2], expected[2])
 
 
+@pytest.mark.parametrize("form", ["bfloat16", "mixed", "nf4"])
+def test_hidden_states_travel_in_their_own_dtype(tmp_path: Path, form: str) -> None:
+    config = small_config("llama", num_hidden_layers=3)
+    stored = save_model(tmp_path / "base", config, torch.bfloat16)
+    if form == "nf4":
+        quantize(stored, tmp_path / "nf4", "nf4")
+        stored = tmp_path / "nf4"
+    options: dict[str, Any] = {"precision": "mixed"} if form == "mixed" else {}
+    expected = adapter_run(stored, **options)
+    for found in worked(2, lambda workers: adapter_run(stored, workers, **options), split="blocks"):
+        assert found[:2] == expected[:2]
+        assert_equal(found[2], expected[2])
+
+
 def dense_run(base: Path, folder: Path, workers: Workers | None, **options: Any) -> Any:
     """Losses of zeroth-order steps, and the weights that this process has after them."""
     rank = "alone" if workers is None else workers.rank
@@ -130,6 +145,18 @@ def test_stages_take_zeroth_order_steps_as_one_process_does(
     assert parts[0][2].keys() & parts[1][2].keys() == {"model.embed_tokens.weight"}, "it is tied"
     journals = [(tmp_path / f"{rank}.jsonl").read_bytes() for rank in range(2)]
     assert journals[0] == journals[1]
+
+
+def test_gradients_are_added_to_earlier_ones_as_one_process_adds_them(base: Path) -> None:
+    def gradients(workers: Workers | None = None) -> dict[str, Any]:
+        with first_order(opened(base), None, workers=workers, micro_batch_size=2) as engine:
+            for step in range(3):
+                engine.gradients(rows_for(step))
+            return {name: value.grad for name, value in engine.parameters.items()}
+
+    expected = gradients()
+    for found in worked(2, gradients, split="blocks"):
+        assert_equal(found, expected)
 
 
 def preferences(step: int) -> list[dict[str, torch.Tensor]]:

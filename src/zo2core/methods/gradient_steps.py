@@ -173,11 +173,12 @@ class AdapterSteps:
 
     def gradients(self, batch: StepBatch, forward: Forward | None) -> float:
         """Add the gradients of a batch to those of the parameters. See ``Engine.gradients``."""
-        weights, peers = self._state.weights, self._run.division.peers
+        weights, division = self._state.weights, self._run.division
+        peers = division.peers
         try:
             rows = self._sweeps.rows(batch, forward)
-            if peers.rank > 0:  # earlier gradients are the same on all workers: rank 0 adds them
-                weights.clear_gradients()
+            # earlier gradients are the same on all workers, of which one adds them
+            weights.keep_gradients(division.adds_earlier_gradient)
             loss = self._sweeps.sweep(rows, together=rows.weights is None)
             if peers.size > 1:
                 own = weights.take_gradients()

@@ -66,6 +66,7 @@ class Stage(Undivided):
             sum(spec.nbytes for spec in trained(layouts)) for layouts in (self.layouts, self.whole)
         )
         self.trained_elsewhere = of_all - own
+        self._own = {spec.name for spec in trained(self.layouts)}
         # whether blocks of this stage, or of one before, are trained by gradients
         self.is_trained = self.was_trained = False
         if isinstance(model, DifferentiableModel):
@@ -132,6 +133,10 @@ class Stage(Undivided):
         """A digest of a batch, which neighbouring stages compare."""
         tensors = {name: value for name, value in batch.items() if isinstance(value, torch.Tensor)}
         return self.peers.digest([tensors])
+
+    def adds_earlier_gradient(self, name: str) -> bool:
+        """Whether the parameter belongs to the stage, which goes on adding to its gradient."""
+        return name in self._own
 
     def agreed_bytes(self, nbytes: int) -> int:
         """The least memory of all stages."""

@@ -172,6 +172,12 @@ class AdapterWeights(TrainedWeights):
         else:
             parameter.grad += gradient.to(parameter.dtype)
 
+    def keep_gradients(self, keeps: Callable[[str], bool]) -> None:
+        """Free the gradients of all parameters but some, by name."""
+        for name, parameter in self.parameters.items():
+            if not keeps(name):
+                parameter.grad = None
+
     def take_gradients(self) -> dict[str, torch.Tensor]:
         """Return the gradients of all parameters that have one, which then have none."""
         gradients = {
