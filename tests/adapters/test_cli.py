@@ -81,6 +81,7 @@ SAVED = """
     steps=6 seed=3 schedule_steps=null objective="auto" beta=null keep_best=false report_to="none"
     evaluation=null eval_split=null evaluate_every=null samples=0
     architecture=null head="causal-lm" dtype="auto" precision="exact" transfer_dtype="stored"
+    matmul_precision="highest" base_lr=null max_grad_norm_per="all"
     adapter=null adapter_frozen=[] lora_rank=null lora_targets=[] lora_alpha=null
     prompt_template=null text_column=null
     prompt_column=null completion_column=null label_column=null
@@ -112,7 +113,7 @@ def test_options_of_a_run_are_kept_and_none_may_be_missing() -> None:
     del record["sha256"]
     del record["options"]["batching"]  # a format that is not this version's
     Path("whole/options.json").write_text(checked_json.to_text(record))
-    assert "options.json: found no value for the key 'batch_size'" in refusal(
+    assert "options.json: found no value for the key 'micro_batch_size'" in refusal(
         "train", "--resume", "whole"
     )
 
