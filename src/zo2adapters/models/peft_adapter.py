@@ -57,6 +57,7 @@ from zo2adapters.models.token_rows import (
     copied_bytes,
     is_token_layer,
     own_parameters,
+    require_known_tokens,
     token_rows,
 )
 from zo2adapters.optional_package import optional_package
@@ -1001,7 +1002,7 @@ def inject(
     for name, value in _added(skeleton):  # a module's copy has the dtype of the module, as in peft
         dtype = dtypes[base_form(name)] if SAVED in name else torch.float32
         tensors[name] = torch.empty(value.shape, dtype=dtype, device="meta")
-    rows = token_rows(skeleton)
+    require_known_tokens(skeleton)
     names = {name: kind.file_name(name) for name in tensors}
     trained = _trained_names(tensors, adapter, kind)
     if is_mixed:
@@ -1010,10 +1011,7 @@ def inject(
     if weights is None:
         drawn = kind.first_values(skeleton, config, adapter.seed, base)
         rounded = partial(_rounded, drawn, _dtypes_beside(skeleton, encoded))
-        copies = {name: _Copy(base_form(name)) for name in tensors if SAVED in name}
-        copies |= {of.parameter: _Copy(of.weight, of.tokens) for of in rows}
-        dtypes = {name: tensors[name].dtype for name in copies}
-        values = partial(_with_copies, rounded, copies, dtypes, base)
+        values = partial(_with_copies, rounded, _copies(skeleton, tensors), base)
     else:
         mapped = partial(kind.mapped, skeleton)
         modules = {name.rpartition(".")[0] for name in left_out}
@@ -1135,23 +1133,33 @@ class _Copy(NamedTuple):
     """Which values of the base a parameter starts with."""
 
     weight: str  # a parameter of the base
+    dtype: torch.dtype
     rows: list[int] | None = None  # None: all
 
 
-def _with_copies(
-    values: FirstValues,
-    copies: Mapping[str, _Copy],
-    dtypes: Mapping[str, torch.dtype],
-    base: OpenBase,
-) -> Mapping[str, torch.Tensor]:
-    """Initial values of an adapter, some of whose parameters, of these dtypes, start as copies of
-    the base's.
+def _copies(skeleton: nn.Module, tensors: Mapping[str, torch.Tensor]) -> dict[str, _Copy]:
+    """The parameters of an adapter that start as copies: whole modules, and rows of the
+    embedding.
     """
+    copies = {
+        name: _Copy(base_form(name), tensor.dtype)
+        for name, tensor in tensors.items()
+        if SAVED in name
+    }
+    for rows in token_rows(skeleton):
+        copies[rows.parameter] = _Copy(rows.weight, tensors[rows.parameter].dtype, rows.tokens)
+    return copies
+
+
+def _with_copies(
+    values: FirstValues, copies: Mapping[str, _Copy], base: OpenBase
+) -> Mapping[str, torch.Tensor]:
+    """Initial values of an adapter, some of whose parameters start as copies of the base's."""
     if not copies:
         return values()
     read = _base_values(base(), [copy.weight for copy in copies.values()])
     started = {
-        name: (value if copy.rows is None else value[copy.rows]).to(dtypes[name])
+        name: (value if copy.rows is None else value[copy.rows]).to(copy.dtype)
         for (name, copy), (_, value) in zip(copies.items(), read, strict=True)
     }
     return {**values(), **started}

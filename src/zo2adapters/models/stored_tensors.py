@@ -361,7 +361,7 @@ def _converted(
     """
     rows = _Rows.of([entry for _, entry in sources])
     first = rows.entries[0]
-    if target in state and _keeps_what_fits(rule) and first.shape == tuple(state[target].shape):
+    if _keeps(rule, first, state.get(target)):
         return {target: (Piece.whole(first),)}
     _require_row_operations(rule, first, target)
     if rows.total > _MAX_ROWS:
@@ -392,9 +392,10 @@ def _converted(
     return {name: tuple(rows.pieces(value.reshape(-1))) for name, value in made.items()}
 
 
-def _keeps_what_fits(rule: WeightConverter) -> bool:
-    """Whether a rule leaves a tensor as it is that has the shape of the model's already."""
-    return [getattr(operation, "check_dims", False) for operation in rule.operations] == [True]
+def _keeps(rule: WeightConverter, entry: TensorEntry, made: torch.Tensor | None) -> bool:
+    """Whether a rule leaves a tensor as it is, since it has the shape of the model's already."""
+    checks = [getattr(operation, "check_dims", False) for operation in rule.operations]
+    return checks == [True] and made is not None and entry.shape == tuple(made.shape)
 
 
 def _require_whole_rows(rule: WeightConverter, entry: TensorEntry, made: torch.Tensor) -> None:

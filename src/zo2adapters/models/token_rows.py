@@ -39,21 +39,21 @@ def token_layers(model: nn.Module) -> Iterator[tuple[str, Any]]:
 
 
 def token_rows(model: nn.Module) -> list[TokenRows]:
-    """The rows that are trained; a tied output layer has none of its own.
-
-    Raises:
-        OptionError: if a token is not one of the model's, or named twice.
-    """
+    """The rows that are trained; a tied output layer has none of its own."""
     rows = []
     for path, layer in token_layers(model):
         if layer.tied_adapter is not None:
             continue
         tokens = layer.token_indices[ADAPTER_NAME]
-        known = len(layer.base_layer.weight)
-        _require_tokens(tokens, known)
         weight = f"{path.removesuffix(f'.{WRAPPER}')}.weight"
         rows.append(TokenRows(f"{path}.{_ROWS}.{ADAPTER_NAME}", weight, list(tokens)))
     return rows
+
+
+def require_known_tokens(model: nn.Module) -> None:
+    """Refuse tokens that are not the model's, or named twice."""
+    for _, layer in token_layers(model):
+        _require_tokens(layer.token_indices[ADAPTER_NAME], len(layer.base_layer.weight))
 
 
 def _require_tokens(tokens: Any, known: int) -> None:
