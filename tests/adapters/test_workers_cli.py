@@ -628,14 +628,16 @@ def test_workers_one_of_whom_was_killed_go_on_as_before(
 
 
 @pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("split", ["rows", "blocks"])
 def test_torchrun_starts_killed_workers_again_and_they_end_with_the_same_bits(
-    rank: int, place: Path, tmp_path: Path, request: pytest.FixtureRequest
+    split: str, rank: int, place: Path, tmp_path: Path, request: pytest.FixtureRequest
 ) -> None:
     if not request.config.getoption("--long"):
         pytest.skip("processes that import everything, three times each")
     output, steps = tmp_path / "run", 60
     journal = directories(output)[rank] / "journal.jsonl"
-    command = train(place, output, "--snapshot-every", 7, steps=steps)
+    options = ["--snapshot-every", 7, "--micro-batch-size", 2]
+    command = train(place, output, *options, "--split", split, steps=steps)
     # it starts workers again
     launcher = torchrun_command(SIZE, "--max-restarts", 9, "-m", "zo2adapters", *command)
     with (tmp_path / "output").open("ab") as file:
