@@ -32,7 +32,7 @@ from zo2core import (
     ZerothOrder,
 )
 from zo2core.errors import OptionError, WorkerError
-from zo2core.methods.stages import divided_blocks
+from zo2core.methods.stages import Stage, divided_blocks
 from zo2core.types import Batch, BlockLayout, Lane, ParameterSpec, SegmentKind
 
 STEPS = 3
@@ -391,3 +391,25 @@ def test_machines_of_different_kinds_are_told(base: Path) -> None:
         errors = attempted(2, lambda workers: adapter_run(base, workers), split="blocks")
     assert "machines of different kinds" in str(errors[0])
     assert "AVX2" in str(errors[0])
+
+
+class Differentiated(ToyBlockModel):
+    """Its embedding is trained, and is the head, too."""
+
+    def leaves(self, index: int) -> dict[str, torch.Tensor]:
+        return {spec.name: torch.empty(0) for spec in self.layouts[index].used}
+
+
+def test_a_parameter_that_stages_would_train_in_two_orders_is_refused(tmp_path: Path) -> None:
+    def run(workers: Workers) -> None:
+        file = tmp_path / f"{workers.rank}.safetensors"
+        model = Differentiated(40, 8, 3, tied=True, dtype=torch.float32, file=file)
+        unused: Any = None
+        Stage(model, workers).visitor(unused, unused, unused, kept_bytes=0, loss_scale=1.0)
+
+    for error in attempted(2, run, split="blocks"):
+        assert "found table.weight, which blocks of several stages train" in str(error)
+
+
+def test_many_blocks_are_divided_at_once() -> None:
+    assert len(divided_blocks(layouts_of([1] * 130), 16)) == 16

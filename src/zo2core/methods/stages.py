@@ -25,7 +25,7 @@ import warnings
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import chain, islice
+from itertools import accumulate, chain, islice
 from typing import Any, NamedTuple
 
 import torch
@@ -229,8 +229,16 @@ def divided_blocks(whole: Sequence[BlockLayout], stages: int) -> list[range]:
             remedy="start fewer workers",
         )
 
+    of_blocks = {spec.name for layout in whole[1:-1] for spec in layout.borrowed}
+    embedding = (spec for spec in whole[0].parameters if spec.name not in of_blocks)
+    sums = [
+        *(0, sum(spec.nbytes for spec in embedding)),
+        *(sum(spec.nbytes for spec in layout.used) for layout in whole[1:]),
+    ]
+    sums = list(accumulate(sums))  # bytes of the segments before each
+
     def size(start: int, stop: int) -> int:
-        return sum(layout.nbytes for layout in stage_layouts(whole, range(start, stop)))
+        return sums[stop + (stop == last)] - sums[start - (start == 1)]
 
     # by number of stages: for each end, the least largest size, and where the last stage starts
     best: dict[int, tuple[int, list[int]]] = {
