@@ -178,7 +178,7 @@ def refused_apart(ended: Ended) -> str:
         ),
         (
             ["generate", "--model", "{base}", "--prompt", "the", "--top-p", "0.5"],
-            "--top-p: found 0.5 with a temperature",
+            "--top-p: found 0.5; expected --temperature",
         ),
         (
             ["generate", "--model", "{base}", "--prompt", "the", "--temperature", "-1"],
@@ -217,8 +217,8 @@ def test_what_cannot_be_heeded_is_refused_by_its_name(
         (["--zo-eps", "small"], "found 'small' as --zo-eps; expected a number"),
         (
             ["--method", "adam"],
-            "found 'adam' as --method; expected one of adalomo, adamw, badam, lomo, lora, mezo, "
-            "sgd, zeroth-order; did you mean adamw",
+            "found 'adam' as --method; expected one of adalomo, adamw, badam, lomo, lora, "
+            "lora+lomo, mezo, sgd, zeroth-order; did you mean adamw",
         ),
         (["--steps"], "found no value after --steps; expected a value"),
         (
@@ -909,7 +909,7 @@ SEEN: list[tuple[str, str]] = [
     (f"{NEW} --adapter nowhere", "nowhere: found No such file"),
     (f"{NEW} --device cuda", "--device: found cuda, and 0 CUDA device(s)"),
     (f"{NEW} --device gpu", "--device: found 'gpu'"),
-    (f"{NEW} --device-memory 8GB", "--device-memory: found 8GB with --device cpu"),
+    (f"{NEW} --device-memory 8GB", "--device-memory: found 8GB; expected --device cuda"),
     (f"{NEW} --report-to wandb", "wandb: found no such package"),
     (f"{NEW} --runs none.yaml", "none.yaml: found No such file"),
     (f"{NEW} --split rows", "--split: found rows"),

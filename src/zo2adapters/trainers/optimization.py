@@ -233,8 +233,7 @@ class StepMethod:
     """What is trained, and how. lora: a new LoRA adapter, by AdamW. lora+lomo: the same, and the
     base under it by LOMO. adamw, sgd, lomo, adalomo and badam: all parameters, by gradients.
     zeroth-order: all parameters, without gradients; mezo: the same with MeZO's bits. All but lomo,
-    adalomo and badam train an adapter, if there is one, and all but lora+lomo then leave the base
-    as it is.
+    adalomo and badam train an adapter, if there is one.
     """
 
     @property
