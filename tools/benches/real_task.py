@@ -59,6 +59,7 @@ MIXED = "--precision mixed --dtype bfloat16"
 LORA = "--lora-rank 8 --lora-targets q_proj v_proj --lora-alpha 16"
 CLIPPED = "--max-grad-norm 1 --warmup-steps 10"
 # FZOO's are lengths: it normalises its steps
+LOMO_LRS = (3e-3, 1e-2, 3e-2, 1e-1)
 ADAMW_LRS, FZOO_LRS = (5e-6, 1e-5, 2e-5, 5e-5), (1e-3, 3e-3, 6e-3, 1.2e-2)
 PER_ROW_LRS, LORA_FA_LRS, SUMS_LRS = (1e-5, 2e-5, 4e-5, 8e-5), (3e-3, 1e-2, 3e-2, 1e-1), (1e-3,)
 # LoRA-FA is what P-RGE trains: the matrices A stay as they were drawn. Its queries share the 16
@@ -112,7 +113,11 @@ VARIANTS = {
     "adamw-mixed": Variant(
         f"--method adamw --weight-decay 0.01 {CLIPPED} {MIXED}", ADAMW_LRS, forwards=3
     ),
-    "lomo-mixed": Variant(f"--method lomo {CLIPPED} {MIXED}", (3e-3, 1e-2, 3e-2, 1e-1), forwards=5),
+    "lomo-mixed": Variant(f"--method lomo {CLIPPED} {MIXED}", LOMO_LRS, forwards=5),
+    # without a backward pass that measures the norm of all
+    "lomo-per-layer-mixed": Variant(
+        f"--method lomo --max-grad-norm-per layer {CLIPPED} {MIXED}", LOMO_LRS, forwards=3
+    ),
     "badam-mixed": Variant(
         f"--method badam --switch-every 3 {MIXED}", (1e-5, 3e-5, 1e-4, 3e-4), forwards=3
     ),
