@@ -401,9 +401,9 @@ def _open_planned_segments(parts: _RunParts) -> tuple[_RunParts, Segments]:
         )
     if slots is not None:
         parts.opened.callback(slots.close)
-    base_digests = BaseDigests(journal.base_digests, learns=parts.inputs.is_kept)
-    if parts.division.is_divided:  # each stage would know those of its own segments alone
-        base_digests = BaseDigests({}, learns=False)
+    base_digests = BaseDigests(
+        journal.base_digests, learns=parts.inputs.is_kept, whole=parts.division.read_whole
+    )
     store = SegmentStore(
         model.weights,
         spec.layouts,

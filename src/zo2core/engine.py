@@ -572,7 +572,7 @@ class Engine:
         Raises:
             JournalError: if they cannot be written.
         """
-        self._run.segments.base_digests.note(self.journal)
+        self._run.note_base()
         self.journal.note_evaluation(self.version, results)
 
     def note_measured(self, results: Mapping[str, float]) -> None:
@@ -585,7 +585,7 @@ class Engine:
         Raises:
             JournalError: if they cannot be written.
         """
-        self._run.segments.base_digests.note(self.journal)
+        self._run.note_base()
         self.journal.note_measured(results)
 
     def close(self) -> None:

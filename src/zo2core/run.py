@@ -176,6 +176,15 @@ class Undivided:
         self.whole = layouts
         self.peers = workers
 
+    @property
+    def read_whole(self) -> frozenset[str]:
+        """Names of the segments of which this process has all parameters."""
+        return frozenset(layout.name for layout in self.whole)
+
+    def unknown_digests(self, digests: BaseDigests, journal: Journal) -> Mapping[str, str]:
+        """The digests of the base's segments that a journal lacks."""
+        return digests.unknown_to(journal)
+
     def forward(self, forward: Forward) -> Forward:
         """What this process runs of a forward."""
         return forward
@@ -301,8 +310,14 @@ class Run:
 
     def append(self, record: Update | Commit) -> None:
         """Append a step's record to the journal, after the base's digests."""
-        self.segments.base_digests.note(self.journal)
+        self.note_base()
         self.journal.append(record)
+
+    def note_base(self) -> None:
+        """Write the digests of the base's segments that the journal lacks to it."""
+        unknown = self.division.unknown_digests(self.segments.base_digests, self.journal)
+        if unknown:
+            self.journal.note_base(unknown)
 
     def step_result(self, record: Update | Commit, started: float) -> StepResult:
         """The result of a step that began at a time of ``time.perf_counter``, and has ended."""

@@ -500,7 +500,7 @@ def digests_of(
         source.release(source.acquire(index), None)
     source.close()
     weights.close()
-    digests.note(journal)
+    journal.note_base(digests.unknown_to(journal))
     return journal.base_digests
 
 

@@ -31,7 +31,7 @@ from zo2core import (
     Workers,
     ZerothOrder,
 )
-from zo2core.errors import OptionError, WorkerError
+from zo2core.errors import CheckpointError, OptionError, WorkerError
 from zo2core.methods.stages import Stage, divided_blocks
 from zo2core.types import Batch, BlockLayout, Lane, ParameterSpec, SegmentKind
 
@@ -249,8 +249,35 @@ def test_a_run_goes_on_with_another_number_of_stages(base: Path, tmp_path: Path)
     for found in worked(3, lambda workers: run(workers, 6, stages), split="blocks"):
         assert_equal(found, expected)
     paths = [tmp_path / "alone" / "0", *(stages / str(rank) for rank in range(3))]
-    alone, *others = [list(Journal(path / "journal.jsonl").commits) for path in paths]
-    assert all(commits == alone for commits in others)
+    alone, *others = [Journal(path / "journal.jsonl") for path in paths]
+    assert all(list(journal.commits) == list(alone.commits) for journal in others)
+    assert len(alone.base_digests) == len(opened(base).layouts)
+    assert all(journal.base_digests == alone.base_digests for journal in others)
+
+
+def test_a_stage_refuses_a_base_that_has_changed(base: Path, tmp_path: Path) -> None:
+    def engine_of(workers: Workers) -> Engine:
+        run = tmp_path / str(workers.rank)
+        return first_order(
+            opened(base),
+            ADAMW,
+            options={"name": "adamw"},
+            lr=lambda step: 1e-2,
+            run=run,
+            workers=workers,
+        )
+
+    def step(workers: Workers) -> None:
+        with engine_of(workers) as engine:
+            engine.journal.note_base({layouts[-1].name: "0" * 32})
+        with engine_of(workers) as engine:
+            engine.step(rows_for(0))
+
+    layouts = opened(base).layouts
+    first, second = attempted(2, step, split="blocks")
+    assert isinstance(first, WorkerError)
+    assert isinstance(second, CheckpointError)
+    assert "of the base that the run was started with" in str(second)
 
 
 def layouts_of(sizes: list[int]) -> list[BlockLayout]:

@@ -23,7 +23,7 @@ from __future__ import annotations
 import platform
 import warnings
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, chain, islice
 from typing import Any, NamedTuple
@@ -33,8 +33,10 @@ from torch.utils._pytree import TreeSpec, tree_unflatten
 
 from zo2core.errors import OptionError, ZO2Warning, without_effect
 from zo2core.io.direct_file import byte_view
+from zo2core.journal.journal import Journal
 from zo2core.protocols import Activations, BlockModel, DifferentiableModel, Forward
 from zo2core.run import Outputs, Undivided
+from zo2core.sources.segment_store import BaseDigests
 from zo2core.sweep.activations import Use, flattened
 from zo2core.sweep.gradient_visitor import GradientVisitor, GradientVisits, tensor_ids
 from zo2core.sweep.microbatch import StepRows
@@ -79,6 +81,20 @@ class Stage(Undivided):
         }
         if unknown and not self.is_first:
             model.bind(0, unknown)
+
+    @property
+    def read_whole(self) -> frozenset[str]:
+        """Names of the segments of which this stage has all parameters."""
+        pairs = zip(self.layouts, self.whole, strict=True)
+        return frozenset(own.name for own, of_all in pairs if own.parameters == of_all.parameters)
+
+    def unknown_digests(self, digests: BaseDigests, journal: Journal) -> Mapping[str, str]:
+        """The digests of the base's segments that a journal lacks, of all stages."""
+        if len(journal.base_digests) == len(self.whole):
+            return {}
+        own = dict(digests.unknown_to(journal))
+        of_stages = self.peers.all_gather(own, "digests of the base")
+        return dict(sorted(chain.from_iterable(unknown.items() for unknown in of_stages)))
 
     def _find_trained(self, model: DifferentiableModel) -> None:
         """Find the first segment that is trained, and refuse a parameter of several stages."""

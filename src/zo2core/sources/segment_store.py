@@ -130,15 +130,29 @@ class BaseDigests:
 
     A segment is checked when a process first reads it from the base, not at later reads: disks have
     error-correcting codes, and a reader refuses files that change while it has them open.
+
+    Args:
+        recorded: Digests by segment.
+        learns: Whether those that are not recorded are computed.
+        whole: Names of the segments of which this process reads all parameters; None: of all.
     """
 
-    def __init__(self, recorded: Mapping[str, str], *, learns: bool) -> None:
+    def __init__(
+        self,
+        recorded: Mapping[str, str],
+        *,
+        learns: bool,
+        whole: Collection[str] | None = None,
+    ) -> None:
         self._expected = dict(recorded)
+        self._whole = whole
         self._learns = learns
         self._checked: set[str] = set()
 
     def wants(self, layout: BlockLayout) -> bool:
         """Whether the next read of a segment needs a digest."""
+        if self._whole is not None and layout.name not in self._whole:
+            return False
         return layout.name not in self._checked and (self._learns or layout.name in self._expected)
 
     def check(self, layout: BlockLayout, digest: str, weights: TensorReader) -> None:
@@ -169,11 +183,6 @@ class BaseDigests:
             for name, digest in sorted(self._expected.items())
             if name not in journal.base_digests
         }
-
-    def note(self, journal: Journal) -> None:
-        """Write the digests that a journal lacks to it."""
-        if unknown := self.unknown_to(journal):
-            journal.note_base(unknown)
 
 
 def verify_base(
