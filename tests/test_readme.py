@@ -219,7 +219,7 @@ def test_commands_and_examples_run_as_printed(
     if page == README:
         shutil.rmtree(here / "run")  # it makes its own
     for language, text in fences(page):
-        assert language in {"sh", "python", "text"}
+        assert language in {"sh", "python", "text", "diff"}  # test_new_option.py applies the diff
         if language == "sh":
             for command in commands(text):
                 run_command(command, capsys, crew)

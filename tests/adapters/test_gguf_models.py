@@ -167,13 +167,6 @@ def test_the_dtype_is_that_of_all_matrices_or_float32(
     assert {spec.dtype for layout in model.layouts for spec in layout.parameters} == {dtype}
 
 
-def test_biases_of_rotated_heads_are_put_back(tmp_path: Path) -> None:
-    path = save_gguf(tmp_path / "model.gguf", "llama", "Q8_0", attention_bias=True)
-    with pytest.raises(CheckpointError, match=r"attn_q\.bias"):
-        # transformers' config cannot say that there are any
-        open_checkpoint(path)
-
-
 def test_a_tied_table_has_the_same_bits_from_disk_and_on_a_device(tmp_path: Path) -> None:
     path = save_gguf(
         tmp_path / "model.gguf", "llama", MIXED, num_hidden_layers=6, tie_word_embeddings=True

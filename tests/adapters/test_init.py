@@ -276,7 +276,7 @@ def test_a_model_larger_than_memory_streams_and_is_then_only_read(
     done("train", "recipe.yaml", "--steps", 2, *GIVEN_RATE)
 
 
-@pytest.mark.few(1)
+@pytest.mark.long_profile
 @pytest.mark.parametrize(("share", "separates"), [(0.8, True), (0.95, True), (0.8, False)])
 def test_rows_are_packed_where_this_is_expected_to_be_faster(
     share: float, separates: bool, here: Path, monkeypatch: pytest.MonkeyPatch

@@ -96,7 +96,6 @@ def prepared(tmp_path_factory: pytest.TempPathFactory) -> Path:
 SHORT = [
     "mezo",
     "a direction a row",
-    "low rank on codes",
     "lora by adamw",
     "adamw",
     "badam, streamed",

@@ -84,6 +84,7 @@ def results_of(together: Path) -> dict[str, Any]:
     return {name: bits_of(together / name) for name in RUNS}
 
 
+@pytest.mark.long_profile
 def test_runs_together_are_the_runs_apart(
     options: TrainOptions, alone: dict[str, Any], tmp_path: Path
 ) -> None:

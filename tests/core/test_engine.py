@@ -868,10 +868,10 @@ def test_a_journal_of_ones_own_noise_needs_it_again(base: Path, tmp_path: Path) 
 def test_exact_mezo_is_its_noise_and_its_walk_whatever_else_is_said() -> None:
     exact = Optimization(method="mezo", lr=1e-6, noise=Noise.GAUSSIAN)
     assert exact.generator() is None
-    assert exact.estimator_of(1).perturb_in_place
+    assert exact.scheduled_estimator(1).perturb_in_place
     plain = Optimization(method="zeroth-order", lr=1e-6)
     assert isinstance(plain.generator(), PhiloxNoise)
-    assert not plain.estimator_of(1).perturb_in_place
+    assert not plain.scheduled_estimator(1).perturb_in_place
     assert Optimization(method="zeroth-order", noise=Noise.MEZO).generator() is None
     assert SequentialNoise([]).name == "torch-cpu-sequential"
 

@@ -478,7 +478,10 @@ def test_a_plan_says_what_travels(tmp_path: Path, capsys: pytest.CaptureFixture[
 @pytest.mark.parametrize(
     ("given", "said"),
     [
-        (["--precision", "mixed", "--transfer-dtype", "float8", "--method", "mezo"], "noise"),
+        (
+            ["--precision", "mixed", "--transfer-dtype", "float8", "--method", "mezo"],
+            "with --method mezo",
+        ),
         (
             ["--precision", "exact", "--transfer-dtype", "float16", "--dtype", "bfloat16"],
             "precision.transfer_dtype",

@@ -396,6 +396,17 @@ def gpu_day_of(output: Path, *more: object) -> Ended:
     )
 
 
+def test_a_check_and_a_benchmark_run_on_small_models(tmp_path: Path) -> None:
+    names = ["check: lora, nf4", "bench: mezo, opt-1.3b"]
+    for name in names:
+        assert gpu_day_of(tmp_path, "--only", name).status == 0
+    check, bench = (json.loads((tmp_path / gpu_day.file_of(name)).read_text()) for name in names)
+    assert check["equal"]
+    assert bench["machine"]["torch"]
+    assert "error" not in bench
+
+
+@pytest.mark.long_profile
 def test_every_check_holds_and_every_benchmark_runs_on_small_models(tmp_path: Path) -> None:
     assert gpu_day_of(tmp_path).status == 0
     results = {path.name: json.loads(path.read_text()) for path in tmp_path.glob("*.json")}
