@@ -43,7 +43,7 @@ OTHER_PAGES = [
 CHAT = "{% for message in messages %}{{ message['role'] }} {{ message['content'] }} {% endfor %}"
 
 every_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
-FIRST_PAGES = [page for page in PAGES if page.stem in {"README", "first-order", "library"}]
+FIRST_PAGES = [page for page in PAGES if page.stem in {"README", "library"}]
 first_pages = pytest.mark.parametrize(
     "page",
     short_first(FIRST_PAGES, [page for page in PAGES if page not in FIRST_PAGES]),

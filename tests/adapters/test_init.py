@@ -460,6 +460,7 @@ def test_a_context_stands_in_the_prompt_and_other_columns_are_named(
     )
 
 
+@pytest.mark.long_profile
 def test_columns_that_are_not_used_are_printed_and_written_into_the_recipe(here: Path) -> None:
     columns = ["id", *(f"extra{i}" for i in range(6))]
     rows = [

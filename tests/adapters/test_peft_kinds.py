@@ -283,6 +283,7 @@ def test_a_run_goes_on_with_the_same_adapter_of_its_kind_only(
     assert begun + steps(opened(), 2, journal=journal) == expected
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("make", [tokens, tokens_alone])
 @pytest.mark.parametrize("is_tied", [True, False])

@@ -128,6 +128,7 @@ def test_of_two_commands_at_once_the_first_goes_on_and_the_second_is_refused(
     assert run_here(*command).status == 0, "the lock ends with the command"
 
 
+@pytest.mark.long_profile
 def test_an_interrupted_command_continues_all_and_one_can_continue_alone(
     options: TrainOptions, alone: dict[str, Any], tmp_path: Path
 ) -> None:

@@ -83,6 +83,7 @@ def test_stages_train_an_adapter_as_one_process_does(base: Path, size: int) -> N
         assert_equal(found[2], expected[2])
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     "options",
     [
@@ -99,6 +100,7 @@ def test_memory_and_micro_batches_change_no_bit(base: Path, options: dict[str, A
         assert_equal(found[2], expected[2])
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("form", ["bfloat16", "mixed", "nf4"])
 def test_hidden_states_travel_in_their_own_dtype(tmp_path: Path, form: str) -> None:
     config = small_config("llama", num_hidden_layers=3)
@@ -128,6 +130,7 @@ def dense_run(base: Path, folder: Path, workers: Workers | None, **options: Any)
         return losses, engine.evaluate([rows_for(7), rows_for(8)]).loss, weights(engine)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("noise", [None, PhiloxNoise()], ids=["MeZO's", "Philox"])
 @pytest.mark.parametrize("buckets", [None, 1])
 def test_stages_take_zeroth_order_steps_as_one_process_does(

@@ -1106,7 +1106,7 @@ STOPS = {
 }
 
 
-@pytest.mark.few(3)
+@pytest.mark.few(2)
 @pytest.mark.parametrize("update", ["adamw", "badam"])
 @pytest.mark.parametrize("stop", STOPS)
 def test_weights_on_disk_go_on_from_a_step_that_all_workers_have(

@@ -20,7 +20,7 @@ QUICK = {"plan": 14, "init": 2, "journal": 1, "export": 1, "generate": 1, "train
 
 
 @pytest.mark.parametrize(
-    ("lines", "weights", "most"), [(20, QUICK, 1), pytest.param(300, WEIGHTS, 9, marks=LONG)]
+    ("lines", "weights", "most"), [(12, QUICK, 1), pytest.param(300, WEIGHTS, 9, marks=LONG)]
 )
 def test_a_valid_line_gives_a_result(
     lines: int, weights: dict[str, int], most: int, place: Path

@@ -166,7 +166,7 @@ def trained(task: Path, folder: Path, name: str, steps: int, *more: object) -> N
     call("run", task, "--output", folder, "--variants", name, *sizes)
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.usefixtures("here")
 @pytest.mark.parametrize("name", NAMES)
 def test_a_series_that_was_cut_off_ends_as_one_that_was_not(

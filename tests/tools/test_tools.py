@@ -308,6 +308,7 @@ def test_sweeps_have_every_evaluation_once(queries: int) -> None:
         assert sorted(place for places in way for place in places) == list(range(2 * queries))
 
 
+@pytest.mark.long_profile
 def test_p_rges_variants_have_the_same_losses_and_their_shares_of_memory(tmp_path: Path) -> None:
     make_checkpoint(
         small_config("llama", vocab_size=1000), tmp_path / "base", dtype=torch.float32, sparse=False
