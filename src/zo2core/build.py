@@ -404,6 +404,7 @@ def _open_planned_segments(parts: _RunParts) -> tuple[_RunParts, Segments]:
     base_digests = BaseDigests(
         journal.base_digests, learns=parts.inputs.is_kept, whole=parts.division.read_whole
     )
+    parts.division.check_embedding(base_digests, model.weights)
     store = SegmentStore(
         model.weights,
         spec.layouts,

@@ -25,7 +25,15 @@ from zo2core.kernels.matmul_precision import matmul_precision
 from zo2core.kernels.programs import Trajectory
 from zo2core.planning.memory import Replay, RunSpec
 from zo2core.planning.speeds import WriteBackPolicy
-from zo2core.protocols import BlockModel, BlockSource, Device, Forward, Scheduler, VisitSegment
+from zo2core.protocols import (
+    BlockModel,
+    BlockSource,
+    Device,
+    Forward,
+    Scheduler,
+    TensorReader,
+    VisitSegment,
+)
 from zo2core.ranges import MatmulPrecision
 from zo2core.schedulers.profiling import Sweep, Timeline, Trace, TraceRecorder
 from zo2core.shared import SharedBase
@@ -180,6 +188,9 @@ class Undivided:
     def read_whole(self) -> frozenset[str]:
         """Names of the segments of which this process has all parameters."""
         return frozenset(layout.name for layout in self.whole)
+
+    def check_embedding(self, digests: BaseDigests, weights: TensorReader) -> None:
+        """Check what no process reads whole while it computes: nothing."""
 
     def unknown_digests(self, digests: BaseDigests, journal: Journal) -> Mapping[str, str]:
         """The digests of the base's segments that a journal lacks."""

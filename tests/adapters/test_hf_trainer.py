@@ -47,6 +47,7 @@ from zo2adapters import (
     open_checkpoint,
 )
 from zo2adapters.commands.train import Train
+from zo2adapters.frameworks import arguments as framework_arguments
 from zo2adapters.tasks.option_tree import declared
 from zo2adapters.tasks.rows import RowReader, training_batches
 from zo2adapters.trainers.optimization import Noise, Optimization
@@ -265,6 +266,38 @@ def test_options_of_the_tree_are_those_of_a_run(
         for batch in BATCHES[:3]:
             engine.step(batch)
         assert trainer.engine.journal.updates == engine.journal.updates
+
+
+@pytest.mark.parametrize(
+    "given",
+    [{"max_grad_value": 1.0}, {"loss_scaling": True}],
+    ids=str,
+)
+def test_options_of_all_parameters_are_refused_beside_an_adapter(given: dict[str, Any]) -> None:
+    arguments = StreamedArguments(method="adamw", **given)
+    kinds = framework_arguments.Kind
+    assert framework_arguments.kind_of(arguments, has_adapter=False) is kinds.FULL
+    [name] = given
+    with pytest.raises(OptionError, match=f"{name}: found .* --method adamw and an adapter"):
+        framework_arguments.kind_of(arguments, has_adapter=True)
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"trainer_loss": True},
+        {"export_checkpoints": False},
+        {"write_back": WriteBackPolicy(directory="scratch")},
+    ],
+    ids=str,
+)
+def test_arguments_of_zeroth_order_steps_are_refused_beside_gradients(
+    given: dict[str, Any],
+) -> None:
+    StreamedArguments(method="mezo", **given)
+    [name] = given
+    with pytest.raises(OptionError, match=f"{name}: found .* --method lora"):
+        StreamedArguments(method="lora", **given)
 
 
 @pytest.mark.parametrize("arguments", [StreamedArguments, LightningArguments])

@@ -2,6 +2,7 @@
 
 import warnings
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -295,19 +296,24 @@ def test_an_optimizer_takes_the_place_of_the_methods_and_what_has_no_effect_is_r
     base: Path,
 ) -> None:
     update = TorchOptimizer(partial(torch.optim.AdamW, lr=1.0, weight_decay=0.1))
-    given = LightningArguments(method="adamw", lr=1e-2, weight_decay=0.1)
+    given = LightningArguments(method="adamw", lr=1e-2)
     own = StreamedLightningModule(open_checkpoint(base), given, optimizer=update)
     usual = StreamedLightningModule(open_checkpoint(base), given)
     for module_of, is_own in ((own, True), (usual, False)):
         with patch.object(LightningArguments, "open_first_order") as opened:
             module_of._open()
         assert (opened.call_args.args[1] is update) == is_own
-    adapted = first_order(base, optimizer=partial(torch.optim.RAdam, lr=1e-3))
+    adapted = StreamedLightningModule(
+        first_order(base).block_model,
+        replace(FIRST_ORDER, weight_decay=0.0),
+        optimizer=partial(torch.optim.RAdam, lr=1e-3),
+    )
     assert isinstance(adapted._made_optimizer(), torch.optim.RAdam)
     for arguments, options, told in (
         (ZEROTH_ORDER, {"optimizer": update}, "optimizer: found one; expected no such option"),
         (ZEROTH_ORDER, {"forward": lambda model, batch: 0}, "forward: found one"),
         (given, {"optimizer": torch.optim.AdamW}, "optimizer: found a type; expected a BlockUpd"),
+        (replace(given, weight_decay=0.1), {"optimizer": update}, "weight_decay: found 0.1; expec"),
     ):
         with pytest.raises(OptionError, match=told):
             StreamedLightningModule(open_checkpoint(base), arguments, **options)

@@ -70,6 +70,16 @@ def test_the_loss_and_its_gradient_are_transformers(
         torch.testing.assert_close(value, of_transformers, rtol=0, atol=0, equal_nan=True)
 
 
+def test_a_word_that_stands_for_tokens_without_a_label_is_no_label(calls: list[int]) -> None:
+    logits = torch.randn(2, 5, WORDS)
+    options = {"labels": torch.tensor([[0, 3, 0, 4, 5], [1, 0, 2, 2, 0]]), "ignore_index": 0}
+    expected = outcome(ForCausalLMLoss, logits, 1.0, options)
+    for value, of_transformers in zip(
+        outcome(causal_lm_loss, logits, 1.0, options), expected, strict=True
+    ):
+        assert torch.equal(value, of_transformers)
+
+
 @pytest.mark.parametrize("case", ["another option", "another vocabulary", "not contiguous"])
 def test_other_losses_are_transformers_own(case: str, calls: list[int]) -> None:
     logits = torch.randn(2, 5, WORDS)

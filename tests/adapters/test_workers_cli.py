@@ -726,6 +726,8 @@ def test_stages_make_the_run_of_one_process(place: Path, crew: Crew, tmp_path: P
     ended = run_here(*train(place, whole, "--micro-batch-size", 1, *evaluated(place)))
     assert ended.status == 0, ended.err
     assert_same_run(output, whole)
+    refused = crew.run(*train(place, tmp_path / "answered", *BY_BLOCKS, "--samples", 1))
+    assert all("--samples: found 1 with --split blocks" in worker.err for worker in refused)
     told = [
         "evaluate",
         "--model",
@@ -853,6 +855,7 @@ def test_a_plan_has_the_memory_of_each_stage(deep: Path) -> None:
         (("--stages", 1), "--stages"),
         (("--stages", 2, "--method", "lomo"), "--stages: found 2"),
         (("--stages", 2, "--runs", 2), "--runs: found 2"),
+        (("--stages", 2, "--device", "cuda", "--device-memory", "1GB"), "--stages: found 2"),
     ):
         assert told in refusal(*command, *more)
 

@@ -248,6 +248,8 @@ def test_a_run_goes_on_with_another_number_of_stages(base: Path, tmp_path: Path)
     expected = run(None, 6, tmp_path / "alone")
     stages = tmp_path / "stages"
     worked(2, lambda workers: run(workers, 2, stages), split="blocks")
+    digests = Journal(stages / "1" / "journal.jsonl").base_digests
+    assert digests.keys() == {layout.name for layout in opened(base).layouts}
     run(None, 3, stages)
     for found in worked(3, lambda workers: run(workers, 6, stages), split="blocks"):
         assert_equal(found, expected)

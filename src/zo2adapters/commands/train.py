@@ -338,6 +338,11 @@ class Train(RunOptions, Command):
         if options.optimization.lr != "auto":
             options.optimization.require_sane()
         require_files(options, has_rows=self.data is not None or self.resume is not None)
+        if self.worker_options.split == "blocks" and options.samples:
+            found = f"{options.samples} with --split blocks"
+            expected = "0: the first worker, which writes the answers, has a part of the blocks"
+            remedy = "pass --samples 0 to a new run, and answer prompts with zo2 generate"
+            raise OptionError("samples", found, expected, remedy)
 
     def _require_place(self, options: TrainOptions) -> None:
         """Refuse a directory in use, or a missing GPU. Workers come to a run that others began."""

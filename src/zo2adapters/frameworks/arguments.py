@@ -19,7 +19,7 @@ from dataclasses import dataclass, replace
 from enum import Enum
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, TypeVar, get_type_hints
+from typing import Annotated, Any, TypeVar, get_type_hints
 
 import torch
 from transformers import Trainer, TrainingArguments
@@ -31,7 +31,9 @@ from zo2adapters.models.hf import HFBlockModel, HFHeadModel
 from zo2adapters.models.library_names import names_of, require_attributes
 from zo2adapters.models.peft_adapter import Adapter
 from zo2adapters.tasks.option_tree import (
+    ZEROTH,
     MethodName,
+    Option,
     Refusal,
     declared,
     docstrings,
@@ -128,7 +130,12 @@ class MethodArguments(MicroBatches, ActivationMemory, MemoryLimits, BlockUpdates
             self.require_consistent()
         whole = self.per_row and self.queries == 1
         expected = "at least 2, among which the rows of a batch are divided"
-        refuse(Refusal(whole, "queries", "1 with per_row", expected, "pass queries=4, or so"))
+        writes = self.optimizer is not None and self.write_back is not None
+        policy = f"a policy with --method {self.method}"
+        refuse(
+            Refusal(whole, "queries", "1 with per_row", expected, "pass queries=4, or so"),
+            Refusal(writes, "write_back", policy, ZEROTH.needs),
+        )
 
     def memory_policy(self) -> MemoryPolicy:
         """How much memory the process may use."""
@@ -235,12 +242,12 @@ class StreamedArguments(MethodArguments):
     optimizer. A subclass with another ``estimator_of`` has an estimator of its own.
     """
 
-    trainer_loss: bool = False
+    trainer_loss: Annotated[bool, Option("method", effect=ZEROTH)] = False
     """With zeroth-order steps: whether to call the trainer's compute_loss in training even if it
     gives the model's own loss. It then also computes the trainer's training metrics, which needs
     all logits.
     """
-    export_checkpoints: bool = True
+    export_checkpoints: Annotated[bool, Option("output", effect=ZEROTH)] = True
     """With zeroth-order steps: whether checkpoints have the weights as well as the journal. Without
     weights a checkpoint takes a few hundred bytes per step; resuming and loading the best model
     need only the journal.
@@ -281,6 +288,7 @@ def kind_of(given: MethodArguments, *, has_adapter: bool) -> Kind:
     if has_adapter and given.optimizer not in OF_ADAPTERS:
         expected = f"lora, or {' or '.join(OF_ADAPTERS)}, for an adapter"
         raise OptionError("method", given.method, expected, "leave the adapter out, or pass lora")
+    require_valid(given, has_adapter=has_adapter)
     return Kind.ADAPTER if has_adapter or given.method == "lora" else Kind.FULL
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import tempfile
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,8 @@ CombinedLoader: Any = optional_package(
 ).CombinedLoader
 
 _VERSION = "journal.version"  # key of the number of steps in a checkpoint
+# arguments of which a made optimizer has its own
+_OF_OPTIMIZERS = {"weight_decay", "betas", "momentum", "state_bits", "delayed_update"}
 _STATE = "full_backprop_engine"  # key of the engine's state in a checkpoint
 _CLIPPING = (
     "leave it out: LightningArguments(max_grad_norm=...) clips the gradients of all parameters, "
@@ -114,6 +117,17 @@ class StreamedLightningModule(lightning.LightningModule):  # type: ignore[misc, 
                 str(arguments.max_grad_norm),
                 "none with an adapter, whose gradients Lightning clips",
                 "pass Trainer(gradient_clip_val=...)",
+            ),
+            *(
+                Refusal(
+                    optimizer is not None and getattr(arguments, field.name) != field.default,
+                    field.name,
+                    str(getattr(arguments, field.name)),
+                    "none beside an optimizer, which has options of its own",
+                    "give it to the optimizer",
+                )
+                for field in fields(arguments)
+                if field.name in _OF_OPTIMIZERS
             ),
             Refusal(
                 kind is not Kind.ADAPTER and forward is not None,

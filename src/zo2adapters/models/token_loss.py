@@ -40,7 +40,8 @@ def causal_lm_loss(
         shift_labels: The labels, each at the place of the token before, instead of ``labels``.
         options: Further ones, with which transformers computes the loss.
     """
-    if options or not _fits(logits, vocab_size):
+    # a label that is a word, too, cannot stand for tokens without one here
+    if options or ignore_index >= 0 or not _fits(logits, vocab_size):
         given = (logits, labels, vocab_size, num_items_in_batch, ignore_index, shift_labels)
         return ForCausalLMLoss(*given, **options)
     if shift_labels is None:

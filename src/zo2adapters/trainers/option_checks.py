@@ -28,7 +28,11 @@ class _Asked(NamedTuple):
 
 
 def require_valid(
-    options: object, *, given: Collection[str] = (), only: Collection[str] | None = None
+    options: object,
+    *,
+    given: Collection[str] = (),
+    only: Collection[str] | None = None,
+    has_adapter: bool = False,
 ) -> None:
     """Refuse what is declared beside the options: values out of range, options without an effect,
     and options that exclude each other.
@@ -38,6 +42,7 @@ def require_valid(
         given: Names of options that were given, and so should have an effect; those with another
             value than the default were.
         only: Names of the options that are checked; None: all.
+        has_adapter: Whether an adapter is trained that is no option.
     """
     of_run = {
         one.name: one.option
@@ -54,7 +59,7 @@ def require_valid(
         changed.pop("objective", None)
     asked = _Asked(of_run, values, changed)
     _require_compatible(asked)
-    _require_effect(asked, given)
+    _require_effect(asked, given, has_adapter=has_adapter)
     for name, option in of_run.items():
         if option.check is not None and values[name] not in option.unchecked:
             option.check(name, values[name])
@@ -80,12 +85,13 @@ def _is_off(value: object) -> bool:
     return value is None or value is False or value == ()
 
 
-def _require_effect(asked: _Asked, given: Collection[str]) -> None:
+def _require_effect(asked: _Asked, given: Collection[str], *, has_adapter: bool) -> None:
     """Refuse options that have no effect beside the others.
 
     Args:
         asked: The options.
         given: Names of options that were given, whatever their values are.
+        has_adapter: Whether an adapter is trained that is no option.
     """
     wanted = {
         name: shown(value)
@@ -93,7 +99,7 @@ def _require_effect(asked: _Asked, given: Collection[str]) -> None:
         if name in asked.changed or (name in given and not _is_off(value))
     }
     if "method" in asked.values:
-        _require_method(asked, wanted)
+        _require_method(asked, wanted, has_adapter=has_adapter)
     for name, value in wanted.items():
         needs = asked.declared[name].needs
         if needs and not any(is_met(need, asked.values, asked.changed) for need in needs):
@@ -101,10 +107,10 @@ def _require_effect(asked: _Asked, given: Collection[str]) -> None:
             raise OptionError(name, value, needed, "pass it, or leave this out")
 
 
-def _require_method(asked: _Asked, wanted: Mapping[str, str]) -> None:
+def _require_method(asked: _Asked, wanted: Mapping[str, str], *, has_adapter: bool) -> None:
     """Refuse options that have no effect with the method."""
     method = asked.values["method"]
-    trains_adapter = bool({"adapter", "lora_rank"} & asked.changed.keys())
+    trains_adapter = has_adapter or bool({"adapter", "lora_rank"} & asked.changed.keys())
     for name, value in wanted.items():
         effect = asked.declared[name].effect
         if not effect.applies(method, trains_adapter=trains_adapter):

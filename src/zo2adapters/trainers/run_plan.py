@@ -766,11 +766,13 @@ def plan_of(inputs: RunInputs) -> RunPlan:
     return plan_run(fitting_plan(method, inputs.model, inputs.shapes()))
 
 
-def require_plannable(options: TrainOptions, runs: int | None) -> None:
-    """Refuse a run, or equal runs, for which there is no plan."""
+def require_plannable(options: TrainOptions, runs: int | None, stages: int | None) -> None:
+    """Refuse a run, equal runs, or stages of a run for which there is no plan."""
     has_gradient = options.optimization.optimizer is not None
     if options.storage.device != "cpu":
         device_memory = options.storage.device_memory
+        if stages is not None:
+            raise without_effect("stages", stages, "--device cpu: stages are planned there")
         if has_gradient or runs is not None:
             expected = (
                 "none with first-order steps or --runs, which are planned on the CPU: it has no "
@@ -811,7 +813,7 @@ def plan_of_options(
                 require_resumable(options, journal)
             else:
                 require_branch(options, journal, from_step)
-    require_plannable(options, runs)
+    require_plannable(options, runs, stages)
     inputs: RunInputs | RowlessInputs
     if has_rows:
         inputs, fitting = _prepared_as_a_run(start, continues=continues)

@@ -8,7 +8,7 @@ import math
 import statistics
 import sys
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, replace
 from functools import partial
@@ -122,11 +122,12 @@ def open_run(
         devices = device_kinds(options.storage.device, start.workers)
         decides = provenance(inputs, devices=devices, task=tasks.task.provenance)
         plan = planned(prepared) if plans else None
+        unknown: Mapping[str, str] = {}
+        if execution.verify_base:  # of all segments: an engine may have a part of them
+            unknown = verified_base(model, journal, quiet=display.quiet)
         engine = method.engine(model, memory, journal, decides, execution)
         refused.callback(engine.close)
-        if execution.verify_base and (
-            unknown := verified_base(model, journal, quiet=display.quiet)
-        ):
+        if unknown:
             journal.note_base(unknown)
         if start.resumes:
             require_resumable(options, journal)  # with what other workers have had

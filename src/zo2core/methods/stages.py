@@ -34,9 +34,15 @@ from torch.utils._pytree import TreeSpec, tree_unflatten
 from zo2core.errors import OptionError, ZO2Warning, without_effect
 from zo2core.io.direct_file import byte_view
 from zo2core.journal.journal import Journal
-from zo2core.protocols import Activations, BlockModel, DifferentiableModel, Forward
+from zo2core.protocols import (
+    Activations,
+    BlockModel,
+    DifferentiableModel,
+    Forward,
+    TensorReader,
+)
 from zo2core.run import Outputs, Undivided
-from zo2core.sources.segment_store import BaseDigests
+from zo2core.sources.segment_store import BaseDigests, check_segments
 from zo2core.sweep.activations import Use, flattened
 from zo2core.sweep.gradient_visitor import GradientVisitor, GradientVisits, tensor_ids
 from zo2core.sweep.microbatch import StepRows
@@ -85,8 +91,18 @@ class Stage(Undivided):
     @property
     def read_whole(self) -> frozenset[str]:
         """Names of the segments of which this stage has all parameters."""
-        pairs = zip(self.layouts, self.whole, strict=True)
-        return frozenset(own.name for own, of_all in pairs if own.parameters == of_all.parameters)
+        pairs = list(zip(self.layouts, self.whole, strict=True))
+        whole = {own.name for own, of_all in pairs if own.parameters == of_all.parameters}
+        return frozenset(whole | {self.layouts[0].name} if self.is_first else whole)
+
+    def check_embedding(self, digests: BaseDigests, weights: TensorReader) -> None:
+        """Read the embedding's segment whole for its digest, if no stage has all parameters in it:
+        those of an adapter are divided.
+        """
+        embedding = self.whole[0]
+        is_divided = self.layouts[0].parameters != embedding.parameters
+        if self.is_first and is_divided and digests.wants(embedding):
+            check_segments([embedding], weights, digests)
 
     def unknown_digests(self, digests: BaseDigests, journal: Journal) -> Mapping[str, str]:
         """The digests of the base's segments that a journal lacks, of all stages."""
@@ -376,8 +392,8 @@ def _require_from_batch(values: Sequence[Any], hidden: int) -> None:
             )
 
 
-class _Turn(NamedTuple):
-    """One visit."""
+class _Visit(NamedTuple):
+    """A visit of a segment in a stage's sweep."""
 
     segment: int
     numbers: range  # the micro-batches that run
@@ -417,45 +433,45 @@ class StageVisitor(GradientVisitor):
         if stage.was_trained:
             self._first = 0
         self._last = min(self._first, self._head)
-        self._turns = self._planned_turns()
-        self._left = iter(self._turns)
+        self._planned = self._planned_visits()
+        self._remaining = iter(self._planned)
 
     @property
     def order(self) -> Sequence[int]:
         """The segments, once or more for each micro-batch."""
-        return [turn.segment for turn in self._turns]
+        return [visit.segment for visit in self._planned]
 
-    def _planned_turns(self) -> list[_Turn]:
+    def _planned_visits(self) -> list[_Visit]:
         every = range(len(self._streams))
         there = range(self._head)
         back = range(self._head, self._last - 1, -1)
         if self._stage.is_last:
             groups = [every] if self._weights is None else [range(n, n + 1) for n in every]
             return [
-                turn
+                visit
                 for group in groups
-                for turn in (
-                    *(_Turn(index, group, is_backward=False) for index in there),
-                    *(_Turn(index, group, is_backward=True) for index in back),
+                for visit in (
+                    *(_Visit(index, group, is_backward=False) for index in there),
+                    *(_Visit(index, group, is_backward=True) for index in back),
                 )
             ]
         groups = [range(number, number + 1) for number in every]
         forward = [
-            _Turn(index, group, is_backward=False)
+            _Visit(index, group, is_backward=False)
             for group in groups
             for index in range(self._head + 1)
         ]
         if not self._stage.is_trained:
             return forward
         return forward + [
-            _Turn(index, group, is_backward=True) for group in groups for index in back
+            _Visit(index, group, is_backward=True) for group in groups for index in back
         ]
 
     def _begin_visit(self, index: int) -> None:
-        turn = next(self._left)
-        assert turn.segment == index, "segments are visited in order"
-        self._numbers = turn.numbers
-        self._is_backward = turn.is_backward
+        visit = next(self._remaining)
+        assert visit.segment == index, "segments are visited in order"
+        self._numbers = visit.numbers
+        self._is_backward = visit.is_backward
 
     def _use(self, index: int, number: int) -> Use:
         """Micro-batches that go backward earlier are used earlier."""

@@ -20,7 +20,7 @@ import itertools
 import sys
 import threading
 from collections import deque
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, replace
 from functools import partial
@@ -192,6 +192,17 @@ def verify_base(
     that it lacks.
     """
     digests = BaseDigests(journal.base_digests, learns=True)
+    check_segments(model.layouts, model.weights, digests, progress)
+    return digests.unknown_to(journal)
+
+
+def check_segments(
+    layouts: Iterable[BlockLayout],
+    weights: TensorReader,
+    digests: BaseDigests,
+    progress: Callable[[int], object] | None = None,
+) -> None:
+    """Read every byte of segments, and compare their digests with those expected."""
     memory = threading.local()
 
     def checksums(spec: ParameterSpec, start: int) -> tuple[int, list[int]]:
@@ -203,15 +214,15 @@ def verify_base(
         dtype = spec.stored_dtype
         count = min(CHUNK // dtype.itemsize, spec.stored_numel - start)
         # the offset on disk, so that most bytes are read without a copy
-        offset = model.weights.page_offset(spec) or 0
+        offset = weights.page_offset(spec) or 0
         chunks = memory.pages[offset : offset + count * dtype.itemsize].view(dtype)
-        model.weights.read_into(spec.name, chunks, start)
+        weights.read_into(spec.name, chunks, start)
         return chunks.nbytes, [
             chunk_checksum(byte_view(chunk)) for chunk in torch.split(chunks, _chunk_length(dtype))
         ]
 
     with ThreadPoolExecutor(READERS, thread_name_prefix="zo2-verify") as pool:
-        for layout in model.layouts:
+        for layout in layouts:
             reads = [
                 (spec, start)
                 for spec in layout.parameters
@@ -222,8 +233,7 @@ def verify_base(
                 of_segment += of_chunks
                 if progress is not None:
                     progress(nbytes)
-            digests.check(layout, combined_checksum(of_segment), model.weights)
-    return digests.unknown_to(journal)
+            digests.check(layout, combined_checksum(of_segment), weights)
 
 
 def _chunk_length(dtype: torch.dtype) -> int:
