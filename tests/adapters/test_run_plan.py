@@ -500,7 +500,7 @@ def planned_for_gpu(
         "storage": Storage(device="cuda", **sizes),
     }
     options = TrainOptions(**NAMED, **given)
-    require_plannable(options, None)
+    require_plannable(options, None, None)
     method = method_of(RunStart(options))
     return plan_run(fitting_plan(method, model, RowShapes.of_length(batching, 8)))
 

@@ -766,7 +766,7 @@ def plan_of(inputs: RunInputs) -> RunPlan:
     return plan_run(fitting_plan(method, inputs.model, inputs.shapes()))
 
 
-def require_plannable(options: TrainOptions, runs: int | None, stages: int | None = None) -> None:
+def require_plannable(options: TrainOptions, runs: int | None, stages: int | None) -> None:
     """Refuse a run, equal runs, or stages of a run for which there is no plan."""
     has_gradient = options.optimization.optimizer is not None
     if options.storage.device != "cpu":
