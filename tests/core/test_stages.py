@@ -226,6 +226,23 @@ def test_each_stage_reads_its_own_blocks_once(base: Path) -> None:
     assert max(first[0], second[0]) < 0.75 * whole
 
 
+def test_digests_of_the_base_are_gathered_once(base: Path, tmp_path: Path) -> None:
+    def gathers(workers: Workers) -> int:
+        run: dict[str, Any] = {"options": {"name": "adamw"}, "lr": lambda step: 1e-2}
+        gathered = patch.object(workers, "all_gather", wraps=workers.all_gather)
+        with (
+            gathered as calls,
+            first_order(
+                opened(base), ADAMW, workers=workers, run=tmp_path / str(workers.rank), **run
+            ) as engine,
+        ):
+            for step in range(STEPS):
+                engine.step(rows_for(step))
+            return sum(call.args[1:] == ("digests of the base",) for call in calls.mock_calls)
+
+    assert worked(2, gathers, split="blocks") == [1, 1]
+
+
 def test_a_run_goes_on_with_another_number_of_stages(base: Path, tmp_path: Path) -> None:
     """Snapshots have the whole adapter, and the journal says nothing of stages."""
 
