@@ -202,6 +202,21 @@ def test_workers_divide_alike_and_as_was_recorded(
     assert chosen.options.batching.micro_batch_size == agreed
 
 
+def test_a_chunk_that_was_not_recorded_is_taken_back(
+    folder: Path, process_memory: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    batching = Batching(batch_size=ROWS, micro_batch_size=ROWS)
+    options = options_of(folder, process_memory + (110 << 20), batching=batching)
+    assert read(options).model.loss_chunk is not None
+    inputs = RunInputs.read(RunStart(options))
+    monkeypatch.setattr(RunInputs, "read", lambda *_, **__: inputs)
+    workers = Neighbours(2, is_recorded=True)
+    joined = prepare(RunStart(options, workers=workers)).inputs
+    inputs.model.weights.close()
+    assert joined.options.batching == replace(batching, micro_batch_size=2)
+    assert joined.model.loss_chunk is None
+
+
 @pytest.mark.parametrize("has_gradient", [False, True])
 @pytest.mark.parametrize("masking", Masking)
 def test_short_rows_tell_the_memory_of_long_ones(

@@ -227,7 +227,7 @@ def _agreed(inputs: RunInputs, chosen: RunInputs, start: RunStart) -> RunInputs:
     agreed = recorded[0] if recorded else (smallest_rows, smallest_chunk)
     if start.resumes or agreed == own:
         return chosen
-    if agreed[1] is None:  # the own plan has chosen a chunk for a model that had none
+    if own[1] is not None and agreed[1] is None:  # chosen here, for a model that had none
         inputs.model.loss_chunk = None
         inputs.model.pass_peaks = None
     return _divided_by(inputs, *agreed)
