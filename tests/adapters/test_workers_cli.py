@@ -519,6 +519,7 @@ def assert_same_run(output: Path, whole: Path) -> None:
     assert journals[0] == journals[1]
     ours, theirs = Journal(output / "journal.jsonl"), Journal(whole / "journal.jsonl")
     assert list(ours.commits) == list(theirs.commits)
+    assert ours.base_digests == theirs.base_digests
     assert ours.evaluations.keys() == theirs.evaluations.keys()
     for step, results in ours.evaluations.items():  # one process evaluates in micro-batches, too
         assert results == pytest.approx(theirs.evaluations[step], rel=1e-6)
@@ -722,7 +723,7 @@ BY_BLOCKS = ("--split", "blocks", "--micro-batch-size", 1)
 def test_stages_make_the_run_of_one_process(place: Path, crew: Crew, tmp_path: Path) -> None:
     """Of which the first one writes the adapter."""
     output, whole = tmp_path / "run", tmp_path / "whole"
-    told_by(crew, *train(place, output, *BY_BLOCKS, *evaluated(place)))
+    told_by(crew, *train(place, output, *BY_BLOCKS, "--verify-base", *evaluated(place)))
     ended = run_here(*train(place, whole, "--micro-batch-size", 1, *evaluated(place)))
     assert ended.status == 0, ended.err
     assert_same_run(output, whole)
