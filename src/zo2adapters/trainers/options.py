@@ -149,11 +149,6 @@ class AdapterOptions:
         return self.adapter is not None or self.lora_rank is not None
 
     @property
-    def adapter_option(self) -> str:
-        """The option that asks for the adapter."""
-        return "adapter" if self.lora_rank is None else "lora_rank"
-
-    @property
     def adapter_name(self) -> str | None:
         """The adapter as text, for messages; None: there is none."""
         return (
