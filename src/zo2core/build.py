@@ -318,7 +318,7 @@ def _divide(inputs: RunInputs, peers: Workers, opened: ExitStack) -> Undivided:
     stage = Stage(model, peers)
     stage.require_alike()
     divided: Any = model  # a read-only property of the contract, which only this changes
-    opened.callback(setattr, divided, "layouts", stage.whole)
+    opened.callback(setattr, divided, "layouts", stage.all_layouts)
     divided.layouts = stage.layouts
     return stage
 
@@ -387,7 +387,10 @@ def _open_planned_segments(parts: _RunParts) -> tuple[_RunParts, Segments]:
     if not isinstance(parts.inputs.method, ZerothOrder) or parts.inputs.method.noise is None:
         # The same noise, whose generators may be kept in memory that the plan leaves over.
         directions = parts.directions.with_noise_memory(
-            journal.noise, parts.division.whole, device.torch_device, max(spec.host_plan.spare, 0)
+            journal.noise,
+            parts.division.all_layouts,
+            device.torch_device,
+            max(spec.host_plan.spare, 0),
         )
         parts = replace(parts, directions=directions)
     _begin_journal(parts)
@@ -402,7 +405,7 @@ def _open_planned_segments(parts: _RunParts) -> tuple[_RunParts, Segments]:
     if slots is not None:
         parts.opened.callback(slots.close)
     base_digests = BaseDigests(
-        journal.base_digests, learns=parts.inputs.is_kept, whole=parts.division.read_whole
+        journal.base_digests, learns=parts.inputs.is_kept, read_whole=parts.division.read_whole
     )
     parts.division.check_embedding(base_digests, model.weights)
     store = SegmentStore(
@@ -564,7 +567,7 @@ def _trained_weights(
     if is_fused or (isinstance(method, AtSnapshot) and _trains_all(model)):
         return StoredWeights(buffer, segments.layouts)
     return AdapterWeights(
-        buffer, model.layouts, model.weights, parts.device.torch_device, parts.division.whole
+        buffer, model.layouts, model.weights, parts.device.torch_device, parts.division.all_layouts
     )
 
 
@@ -711,7 +714,7 @@ def _begin_journal(parts: _RunParts) -> None:
     require_agreement(
         journal,
         parts.directions.noise,
-        parts.division.whole,
+        parts.division.all_layouts,
         parts.device.torch_device,
         parts.division.peers,
     )
@@ -732,7 +735,9 @@ def _journal_header(parts: _RunParts) -> Mapping[str, Any]:
     provenance = parts.options.provenance
     header = {
         "base": model.weights.fingerprint,
-        "parameters": digest(spec for layout in parts.division.whole for spec in layout.parameters),
+        "parameters": digest(
+            spec for layout in parts.division.all_layouts for spec in layout.parameters
+        ),
         **_method_header(parts),
         "model": json_object("model.description", model.description),
         "provenance": None if provenance is None else json_object("provenance", provenance),

@@ -181,13 +181,13 @@ class Undivided:
     trained_elsewhere = 0  # bytes of trained parameters that this process only keeps
 
     def __init__(self, layouts: Sequence[BlockLayout], workers: Workers) -> None:
-        self.whole = layouts
+        self.all_layouts = layouts
         self.peers = workers
 
     @property
     def read_whole(self) -> frozenset[str]:
         """Names of the segments of which this process has all parameters."""
-        return frozenset(layout.name for layout in self.whole)
+        return frozenset(layout.name for layout in self.all_layouts)
 
     def check_embedding(self, digests: BaseDigests, weights: TensorReader) -> None:
         """Check what no process reads whole while it computes: nothing."""

@@ -279,17 +279,19 @@ class Kind(Enum):
     FULL = "all parameters, by gradients"
 
 
-def kind_of(given: MethodArguments, *, has_adapter: bool) -> Kind:
+def kind_of(arguments: MethodArguments, *, has_adapter: bool) -> Kind:
     """What a method trains of a model, with an adapter or without one."""
-    if given.optimizer is None:
+    if arguments.optimizer is None:
         return Kind.ZEROTH_ORDER
     both = "a method with one optimizer; zo2 train trains an adapter and the base under it"
-    refuse(Refusal(given.trains_both, "method", given.method, both, "pass lora, or lomo"))
-    if has_adapter and given.optimizer not in OF_ADAPTERS:
+    refuse(Refusal(arguments.trains_both, "method", arguments.method, both, "pass lora, or lomo"))
+    if has_adapter and arguments.optimizer not in OF_ADAPTERS:
         expected = f"lora, or {' or '.join(OF_ADAPTERS)}, for an adapter"
-        raise OptionError("method", given.method, expected, "leave the adapter out, or pass lora")
-    require_valid(given, has_adapter=has_adapter)
-    return Kind.ADAPTER if has_adapter or given.method == "lora" else Kind.FULL
+        raise OptionError(
+            "method", arguments.method, expected, "leave the adapter out, or pass lora"
+        )
+    require_valid(arguments, has_adapter=has_adapter)
+    return Kind.ADAPTER if has_adapter or arguments.method == "lora" else Kind.FULL
 
 
 # Arguments for gradients and for models that are whole in memory, which must have their default

@@ -152,30 +152,32 @@ class StreamedLightningModule(lightning.LightningModule):  # type: ignore[misc, 
         return self._engine
 
     def _open(self) -> Engine:
-        given = self.arguments
+        arguments = self.arguments
         if self._kind is Kind.ZEROTH_ORDER:
-            return given.open_zeroth_order(
+            return arguments.open_zeroth_order(
                 self.block_model,
                 self._journal,
                 lr=self._present_lr,
-                weight_decay=given.weight_decay,
-                seed=given.seed,
-                device=given.device,
+                weight_decay=arguments.weight_decay,
+                seed=arguments.seed,
+                device=arguments.device,
             )
         update = None
         if self._kind is Kind.FULL:
             update = (
                 self._optimizer
                 if isinstance(self._optimizer, BlockUpdate)
-                else given.block_update(weight_decay=given.weight_decay, seed=given.seed)
+                else arguments.block_update(
+                    weight_decay=arguments.weight_decay, seed=arguments.seed
+                )
             )
-        return given.open_first_order(
+        return arguments.open_first_order(
             self.block_model,
             update,
             lr=self._present_lr,
-            clip=given.max_grad_norm,
-            clip_per=given.max_grad_norm_per,
-            device=given.device,
+            clip=arguments.max_grad_norm,
+            clip_per=arguments.max_grad_norm_per,
+            device=arguments.device,
         )
 
     def _present_lr(self, step: int) -> float:
@@ -192,19 +194,22 @@ class StreamedLightningModule(lightning.LightningModule):  # type: ignore[misc, 
         return [optimizer], [{"scheduler": schedule, "interval": "step"}]
 
     def _made_optimizer(self) -> torch.optim.Optimizer:
-        given = self.arguments
+        arguments = self.arguments
         if self._kind is not Kind.ADAPTER:
-            return torch.optim.SGD([torch.zeros(0, requires_grad=True)], lr=given.rate)
+            return torch.optim.SGD([torch.zeros(0, requires_grad=True)], lr=arguments.rate)
         parameters = list(self.engine.parameters.values())
         if self._optimizer is not None:
             make: Any = self._optimizer
             made: torch.optim.Optimizer = make(parameters)
             return made
-        assert given.optimizer is not None, "else steps are zeroth-order"
-        kind = OPTIMIZERS[given.optimizer].of_adapter
+        assert arguments.optimizer is not None, "else steps are zeroth-order"
+        kind = OPTIMIZERS[arguments.optimizer].of_adapter
         assert kind is not None, "kind_of has refused other methods"
         return kind(
-            parameters, lr=given.rate, weight_decay=given.weight_decay, **given.optimizer_options
+            parameters,
+            lr=arguments.rate,
+            weight_decay=arguments.weight_decay,
+            **arguments.optimizer_options,
         )
 
     def training_step(self, batch: Batch | Sequence[Batch], batch_idx: int) -> torch.Tensor:

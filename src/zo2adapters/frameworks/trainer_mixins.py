@@ -97,8 +97,8 @@ class StreamedTrainerMixin(_Trainer):  # type: ignore[misc]
         peft_config: Any = None,
         **options: Any,
     ) -> None:
-        given = self.default_arguments if streamed is None else streamed
-        kind = arguments.kind_of(given, has_adapter=_has_adapter(model, peft_config))
+        streamed = self.default_arguments if streamed is None else streamed
+        kind = arguments.kind_of(streamed, has_adapter=_has_adapter(model, peft_config))
         if kind is arguments.Kind.ADAPTER:
             _require_one_adapter(model, peft_config)
         else:
@@ -112,13 +112,13 @@ class StreamedTrainerMixin(_Trainer):  # type: ignore[misc]
             remedies={**STEPS[kind].remedies, **self.remedies},
         )
         options.pop("peft_config", None)
-        args = arguments.with_optimizer(args, given.method)
+        args = arguments.with_optimizer(args, streamed.method)
         args = arguments.with_precomputed_reference(args, options)
         if peft_config is not None and not isinstance(peft_config, Adapter):
             peft_config = Adapter(config=peft_config, seed=args.seed)
         self.block_model = arguments.open_model(model, args, type(self), peft_config)
         arguments.require_router_loss(self.block_model, args)
-        self._method = STEPS[kind](self, given, self.block_model)
+        self._method = STEPS[kind](self, streamed, self.block_model)
         # batches of an unfinished step, with gradient accumulation
         self._accumulated: list[Batch] = []
         self._swept: SweptBatches | None = None  # batches of the evaluation that is running
@@ -142,18 +142,22 @@ class StreamedTrainerMixin(_Trainer):  # type: ignore[misc]
         """
         if not isinstance(self._method, ZerothOrderTrainerSteps):
             expected = "a run of zeroth-order steps, which are replayed"
-            found = f"a run of {self._method.given.method}"
+            found = f"a run of {self._method.streamed.method}"
             raise OptionError("rewind", found, expected, "pass resume_from_checkpoint to train")
         self._method.rewind(journal)
         self._accumulated = []
 
-    def create_optimizer(self, *given: Any) -> Any:
+    def create_optimizer(self, *arguments_of_trainer: Any) -> Any:
         """Create the optimizer; where the engine takes the steps, one whose learning rate the
         schedule sets.
         """
         if self.optimizer is None:
             self.optimizer = self._method.optimizer()
-        return super().create_optimizer(*given) if self.optimizer is None else self.optimizer
+        return (
+            super().create_optimizer(*arguments_of_trainer)
+            if self.optimizer is None
+            else self.optimizer
+        )
 
     def _clip_grad_norm(self, model: nn.Module) -> Any:
         return None if self._method.takes_steps else super()._clip_grad_norm(model)

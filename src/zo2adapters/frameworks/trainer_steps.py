@@ -48,9 +48,9 @@ class TrainerSteps:
     takes_steps = True  # whether the engine takes the steps, and not the trainer's optimizer
     exports_checkpoints = True  # whether checkpoints have the weights
 
-    def __init__(self, trainer: Any, given: StreamedArguments, model: HFBlockModel) -> None:
+    def __init__(self, trainer: Any, streamed: StreamedArguments, model: HFBlockModel) -> None:
         self.trainer = trainer
-        self.given = given
+        self.streamed = streamed
         self.model = model
         self.grad_norm: float | None = None  # of the last step
         self._engine: Engine | None = None
@@ -120,11 +120,11 @@ class TrainerSteps:
 class ZerothOrderTrainerSteps(TrainerSteps):
     """Zeroth-order steps, whose journal is the checkpoint."""
 
-    def __init__(self, trainer: Any, given: StreamedArguments, model: HFBlockModel) -> None:
-        super().__init__(trainer, given, model)
+    def __init__(self, trainer: Any, streamed: StreamedArguments, model: HFBlockModel) -> None:
+        super().__init__(trainer, streamed, model)
         self.journal = Journal()
         self._loss_was: Sequence[object] = ()
-        self.exports_checkpoints = given.export_checkpoints
+        self.exports_checkpoints = streamed.export_checkpoints
 
     def begin(self) -> None:
         """Note the parts of the loss, which a caller may replace."""
@@ -132,7 +132,7 @@ class ZerothOrderTrainerSteps(TrainerSteps):
 
     def _open(self) -> Engine:
         args = self.trainer.args
-        return self.given.open_zeroth_order(
+        return self.streamed.open_zeroth_order(
             self.model,
             self.journal,
             lr=self.present_lr,
@@ -170,7 +170,7 @@ class ZerothOrderTrainerSteps(TrainerSteps):
             adds_routers = trainer.aux_loss_enabled or has_routers
             is_own = trainer.args.loss_type == "nll" and not adds_routers
         has_other = (
-            self.given.trainer_loss
+            self.streamed.trainer_loss
             or "compute_loss" in vars(trainer)
             or trainer.compute_loss_func is not None
             or trainer.label_smoother is not None
@@ -196,7 +196,7 @@ class ZerothOrderTrainerSteps(TrainerSteps):
             self.model,
             journal=journal.until(0),
             device=str(self.trainer.args.device),
-            memory=self.given.memory_policy(),
+            memory=self.streamed.memory_policy(),
         ) as reference:
             yield reference
 
@@ -232,7 +232,7 @@ class FullTrainerSteps(TrainerSteps):
 
     def _open(self) -> Engine:
         args = self.trainer.args
-        return self.given.open_first_order(
+        return self.streamed.open_first_order(
             self.model,
             self._update(),
             lr=self.present_lr,
@@ -243,8 +243,8 @@ class FullTrainerSteps(TrainerSteps):
     def _update(self) -> BlockUpdate:
         """The optimizer that method and arguments name."""
         args = self.trainer.args
-        if self.given.method == "badam":
-            every = self.given.switch_every
+        if self.streamed.method == "badam":
+            every = self.streamed.switch_every
             return make_block_update(
                 "badam", weight_decay=args.weight_decay, switch_every=every, seed=args.seed
             )
@@ -310,8 +310,8 @@ class AdapterTrainerSteps(TrainerSteps):
     operations = 6  # two forward passes, and the gradients of activations
     takes_steps = False
 
-    def __init__(self, trainer: Any, given: StreamedArguments, model: HFBlockModel) -> None:
-        super().__init__(trainer, given, model)
+    def __init__(self, trainer: Any, streamed: StreamedArguments, model: HFBlockModel) -> None:
+        super().__init__(trainer, streamed, model)
         # the adapter's parameters when training began, by name
         self._initial: dict[str, torch.Tensor] = {}
 
@@ -322,7 +322,7 @@ class AdapterTrainerSteps(TrainerSteps):
         skeleton.named_parameters = lambda *_, **__: iter(self.engine.parameters.items())
 
     def _open(self) -> Engine:
-        engine = self.given.open_first_order(
+        engine = self.streamed.open_first_order(
             self.model,
             None,
             lr=self.present_lr,

@@ -66,24 +66,25 @@ class Stage(Undivided):
 
     def __init__(self, model: BlockModel, workers: Workers) -> None:
         super().__init__(model.layouts, workers)
-        self.blocks = divided_blocks(self.whole, workers.size)[workers.rank]
+        self.blocks = divided_blocks(self.all_layouts, workers.size)[workers.rank]
         self.is_first = workers.rank == 0
         self.is_last = workers.rank == workers.size - 1
-        self.layouts = stage_layouts(self.whole, self.blocks)
-        own, of_all = (
-            sum(spec.nbytes for spec in trained(layouts)) for layouts in (self.layouts, self.whole)
+        self.layouts = stage_layouts(self.all_layouts, self.blocks)
+        trained_here, trained_anywhere = (
+            sum(spec.nbytes for spec in trained(layouts))
+            for layouts in (self.layouts, self.all_layouts)
         )
-        self.trained_elsewhere = of_all - own
+        self.trained_elsewhere = trained_anywhere - trained_here
         self._own = {spec.name for spec in trained(self.layouts)}
         # whether blocks of this stage, or of one before, are trained by gradients
         self.is_trained = self.was_trained = False
         if isinstance(model, DifferentiableModel):
             self._find_trained(model)
-        kept = {spec.name for spec in self.layouts[0].parameters}
+        in_stage = {spec.name for spec in self.layouts[0].parameters}
         unknown = {
             spec.name: torch.full((), torch.nan, dtype=spec.in_forward().dtype).expand(spec.shape)
-            for spec in self.whole[0].parameters
-            if spec.name not in kept
+            for spec in self.all_layouts[0].parameters
+            if spec.name not in in_stage
         }
         if unknown and not self.is_first:
             model.bind(0, unknown)
@@ -91,36 +92,39 @@ class Stage(Undivided):
     @property
     def read_whole(self) -> frozenset[str]:
         """Names of the segments of which this stage has all parameters."""
-        pairs = list(zip(self.layouts, self.whole, strict=True))
-        whole = {own.name for own, of_all in pairs if own.parameters == of_all.parameters}
-        return frozenset(whole | {self.layouts[0].name} if self.is_first else whole)
+        names = {
+            layout.name
+            for layout, undivided in zip(self.layouts, self.all_layouts, strict=True)
+            if layout.parameters == undivided.parameters
+        }
+        return frozenset(names | {self.layouts[0].name} if self.is_first else names)
 
     def check_embedding(self, digests: BaseDigests, weights: TensorReader) -> None:
         """Read the embedding's segment whole for its digest, if no stage has all parameters in it:
         those of an adapter are divided.
         """
-        embedding = self.whole[0]
+        embedding = self.all_layouts[0]
         is_divided = self.layouts[0].parameters != embedding.parameters
         if self.is_first and is_divided and digests.wants(embedding):
             check_segments([embedding], weights, digests)
 
     def unknown_digests(self, digests: BaseDigests, journal: Journal) -> Mapping[str, str]:
         """The digests of the base's segments that a journal lacks, of all stages."""
-        if len(journal.base_digests) == len(self.whole):
+        if len(journal.base_digests) == len(self.all_layouts):
             return {}
-        own = dict(digests.unknown_to(journal))
-        of_stages = self.peers.all_gather(own, "digests of the base")
-        return dict(sorted(chain.from_iterable(unknown.items() for unknown in of_stages)))
+        unknown = dict(digests.unknown_to(journal))
+        of_stages = self.peers.all_gather(unknown, "digests of the base")
+        return dict(sorted(chain.from_iterable(of_stage.items() for of_stage in of_stages)))
 
     def _find_trained(self, model: DifferentiableModel) -> None:
         """Find the first segment that is trained, and refuse a parameter of several stages."""
-        names = {spec.name for spec in trained(self.whole)}
-        users = [names & model.leaves(index).keys() for index in range(len(self.whole))]
+        names = {spec.name for spec in trained(self.all_layouts)}
+        users = [names & model.leaves(index).keys() for index in range(len(self.all_layouts))]
         self.was_trained = any(users[: self.blocks.start]) and not self.is_first
         self.is_trained = any(users[: self.blocks.stop]) or (self.is_last and bool(users[-1]))
         of_stages = [
             set[str]().union(*(users[index] for index in stage))
-            for stage in _segments_of_stages(self.whole, self.peers.size)
+            for stage in _segments_of_stages(self.all_layouts, self.peers.size)
         ]
         counts = Counter(chain.from_iterable(of_stages))
         self.trained_twice = sorted(name for name, count in counts.items() if count > 1)
@@ -176,10 +180,10 @@ class Stage(Undivided):
 
     def require_alike(self) -> None:
         """Warn of machines that compute other bits, once all of them are known."""
-        own = [torch.__version__, platform.machine(), torch.backends.cpu.get_cpu_capability()]
+        here = [torch.__version__, platform.machine(), torch.backends.cpu.get_cpu_capability()]
         kinds = [
             f"torch {version} on {machine} with {instructions}"
-            for version, machine, instructions in self.peers.all_gather(own, "kinds of machines")
+            for version, machine, instructions in self.peers.all_gather(here, "kinds of machines")
         ]
         if len(set(kinds)) > 1 and self.is_first:
             stages = "; ".join(f"stage {rank}: {kind}" for rank, kind in enumerate(kinds))
@@ -215,44 +219,44 @@ def _tensors_of(content: bytes, forms: Iterable[Sequence[Any]]) -> Iterator[torc
         yield output
 
 
-def stage_layouts(whole: Sequence[BlockLayout], blocks: range) -> tuple[BlockLayout, ...]:
+def stage_layouts(layouts: Sequence[BlockLayout], blocks: range) -> tuple[BlockLayout, ...]:
     """The segments of a model in a stage: those of others have no parameters."""
-    needed = _needed_of_embedding(whole, blocks)
-    kept = tuple(spec for spec in whole[0].parameters if spec.name in needed)
-    own = [*blocks, *([len(whole) - 1] if _has_head(whole, blocks) else [])]
+    needed = _needed_of_embedding(layouts, blocks)
+    of_embedding = tuple(spec for spec in layouts[0].parameters if spec.name in needed)
+    in_stage = [*blocks, *([len(layouts) - 1] if _has_head(layouts, blocks) else [])]
     others = (
-        layout if index in own else replace(layout, parameters=(), borrowed=(), offsets=None)
-        for index, layout in enumerate(whole[1:], 1)
+        layout if index in in_stage else replace(layout, parameters=(), borrowed=(), offsets=None)
+        for index, layout in enumerate(layouts[1:], 1)
     )
-    return (replace(whole[0], parameters=kept, offsets=None), *others)
+    return (replace(layouts[0], parameters=of_embedding, offsets=None), *others)
 
 
-def _has_head(whole: Sequence[BlockLayout], blocks: range) -> bool:
-    return blocks.stop == len(whole) - 1
+def _has_head(layouts: Sequence[BlockLayout], blocks: range) -> bool:
+    return blocks.stop == len(layouts) - 1
 
 
-def _needed_of_embedding(whole: Sequence[BlockLayout], blocks: range) -> set[str]:
+def _needed_of_embedding(layouts: Sequence[BlockLayout], blocks: range) -> set[str]:
     """Names of the parameters of the embedding's segment that a stage uses. An adapter's are there,
     too.
     """
-    borrowers = [whole[index] for index in blocks]
-    if _has_head(whole, blocks):
-        borrowers.append(whole[-1])
+    borrowers = [layouts[index] for index in blocks]
+    if _has_head(layouts, blocks):
+        borrowers.append(layouts[-1])
     needed = {spec.name for layout in borrowers for spec in layout.borrowed}
     if blocks.start == 1:
-        borrowed = {spec.name for layout in whole[1:-1] for spec in layout.borrowed}
-        needed |= {spec.name for spec in whole[0].parameters} - borrowed
+        borrowed = {spec.name for layout in layouts[1:-1] for spec in layout.borrowed}
+        needed |= {spec.name for spec in layouts[0].parameters} - borrowed
     return needed
 
 
-def divided_blocks(whole: Sequence[BlockLayout], stages: int) -> list[range]:
+def divided_blocks(layouts: Sequence[BlockLayout], stages: int) -> list[range]:
     """The blocks of each stage: contiguous, and such that the largest stage takes the least
     memory, with embedding and head.
 
     Raises:
         OptionError: if there are fewer blocks than stages.
     """
-    last = len(whole) - 1
+    last = len(layouts) - 1
     if last - 1 < stages:
         raise OptionError(
             "split",
@@ -261,11 +265,11 @@ def divided_blocks(whole: Sequence[BlockLayout], stages: int) -> list[range]:
             remedy="start fewer workers",
         )
 
-    of_blocks = {spec.name for layout in whole[1:-1] for spec in layout.borrowed}
-    embedding = (spec for spec in whole[0].parameters if spec.name not in of_blocks)
+    of_blocks = {spec.name for layout in layouts[1:-1] for spec in layout.borrowed}
+    embedding = (spec for spec in layouts[0].parameters if spec.name not in of_blocks)
     sums = [
         *(0, sum(spec.nbytes for spec in embedding)),
-        *(sum(spec.nbytes for spec in layout.used) for layout in whole[1:]),
+        *(sum(spec.nbytes for spec in layout.used) for layout in layouts[1:]),
     ]
     sums = list(accumulate(sums))  # bytes of the segments before each
 
@@ -288,12 +292,12 @@ def divided_blocks(whole: Sequence[BlockLayout], stages: int) -> list[range]:
     return [range(start, stop) for start, stop in zip(starts, [*starts[1:], last], strict=True)]
 
 
-def _segments_of_stages(whole: Sequence[BlockLayout], stages: int) -> list[list[int]]:
+def _segments_of_stages(layouts: Sequence[BlockLayout], stages: int) -> list[list[int]]:
     """Indices of each stage's segments."""
-    last = len(whole) - 1
+    last = len(layouts) - 1
     return [
         [*([0] if blocks.start == 1 else []), *blocks, *([last] if blocks.stop == last else [])]
-        for blocks in divided_blocks(whole, stages)
+        for blocks in divided_blocks(layouts, stages)
     ]
 
 

@@ -134,7 +134,7 @@ class BaseDigests:
     Args:
         recorded: Digests by segment.
         learns: Whether those that are not recorded are computed.
-        whole: Names of the segments of which this process reads all parameters; None: of all.
+        read_whole: Names of the segments of which this process reads all parameters; None: of all.
     """
 
     def __init__(
@@ -142,16 +142,16 @@ class BaseDigests:
         recorded: Mapping[str, str],
         *,
         learns: bool,
-        whole: Collection[str] | None = None,
+        read_whole: Collection[str] | None = None,
     ) -> None:
         self._expected = dict(recorded)
-        self._whole = whole
+        self._read_whole = read_whole
         self._learns = learns
         self._checked: set[str] = set()
 
     def wants(self, layout: BlockLayout) -> bool:
         """Whether the next read of a segment needs a digest."""
-        if self._whole is not None and layout.name not in self._whole:
+        if self._read_whole is not None and layout.name not in self._read_whole:
             return False
         return layout.name not in self._checked and (self._learns or layout.name in self._expected)
 

@@ -107,12 +107,14 @@ class AdapterWeights(TrainedWeights):
         layouts: Sequence[BlockLayout],
         weights: TensorReader,
         device: torch.device,
-        whole: Sequence[BlockLayout],
+        all_layouts: Sequence[BlockLayout],
     ) -> None:
         super().__init__(buffer, 0)  # the version of the segments' copies rises with each sweep
-        trained = [parameter for parameter in _parameters(whole) if not parameter.spec.frozen]
+        trained = [parameter for parameter in _parameters(all_layouts) if not parameter.spec.frozen]
         in_blocks = [
-            parameter.spec.name for parameter in trained if not whole[parameter.segment].resident
+            parameter.spec.name
+            for parameter in trained
+            if not all_layouts[parameter.segment].resident
         ]
         if in_blocks or not trained:
             found = "no trained parameter"

@@ -65,8 +65,8 @@ def sync_snapshots(snapshots: Snapshots, workers: Workers) -> Snapshot | None:
     newest = snapshots.newest()
     if workers.size == 1:
         return newest
-    own = [-1, ""] if newest is None else [newest.step, snapshots.digest(newest.step)]
-    held = workers.all_gather(own)
+    newest_here = [-1, ""] if newest is None else [newest.step, snapshots.digest(newest.step)]
+    held = workers.all_gather(newest_here)
     owner = max(range(workers.size), key=lambda rank: (held[rank][0], -rank))
     if all(other == held[owner] for other in held):
         return newest

@@ -37,14 +37,14 @@ def summed(
         alike = [name for name in present if forms[name][1] is dtype]
         shapes = [forms[name][0] for name in alike]
         # A gradient that is missing is -0.0, which changes no bit of a sum.
-        own = [
+        flat = [
             gradients.pop(name).reshape(-1)
             if name in gradients
             else torch.full((shape.numel(),), -0.0, dtype=dtype, device=device)
             for name, shape in zip(alike, shapes, strict=True)
         ]
-        joined = torch.cat(own)
-        del own
+        joined = torch.cat(flat)
+        del flat
         parts = torch.split(workers.sum_tensors(joined), [shape.numel() for shape in shapes])
         for name, shape, part in zip(alike, shapes, parts, strict=True):
             sums[name] = part.view(shape).clone()
