@@ -106,6 +106,17 @@ def names_of(known: Iterable[str]) -> Callable[[str], list[str]]:
     return names
 
 
+# Options that both programs have.
+Steps = Annotated[int, "number of timed steps, after two that warm up"]
+Scale = Annotated[int | None, "divisor of sizes; by default 1 on a GPU, otherwise 16"]
+Bus = Annotated[str, "bytes a second of the simulated bus"]
+HostMemory = Annotated[
+    int | None, parse_size, "memory for blocks; by default most of the free memory"
+]
+DeviceMemory = Annotated[int | None, parse_size, "memory of the simulated device, without a GPU"]
+Folder = Annotated[Path | None, "folder for checkpoints on disk; a temporary one by default"]
+
+
 def zo2(
     *,
     on: Annotated[str, list(NOTES)] = "cuda" if torch.cuda.is_available() else "bus",
@@ -118,19 +129,13 @@ def zo2(
         names_of(DTYPES),
         "such as float32,float16; a row in 16 bits takes any 16-bit dtype",
     ] = None,
-    steps: Annotated[int, "number of timed steps, after two that warm up"] = 5,
+    steps: Steps = 5,
     noise: Annotated[str, list(NOISES)] = "mezo",
-    scale: Annotated[int | None, "divisor of sizes; by default 1 on a GPU, otherwise 16"] = None,
-    bus: Annotated[str, "bytes a second of the simulated bus"] = "1GB",
-    host_memory: Annotated[
-        int | None, parse_size, "memory for blocks; by default most of the free memory"
-    ] = None,
-    device_memory: Annotated[
-        int | None, parse_size, "memory of the simulated device, without a GPU"
-    ] = None,
-    folder: Annotated[
-        Path | None, "folder for checkpoints on disk; a temporary one by default"
-    ] = None,
+    scale: Scale = None,
+    bus: Bus = "1GB",
+    host_memory: HostMemory = None,
+    device_memory: DeviceMemory = None,
+    folder: Folder = None,
 ) -> dict[str, Any]:
     """Measure the tables of the ZO2 paper: this engine against monolithic MeZO with its weights on
     the device.
@@ -368,18 +373,12 @@ def amp(
     on: Annotated[str, ["cuda", "bus"]] = "cuda" if torch.cuda.is_available() else "bus",
     sizes: Annotated[Sequence[str] | None, names_of(geometries()), "models; by default all"] = None,
     computed: Annotated[Sequence[str], names_of(AMP), "dtypes of computation"] = tuple(AMP),
-    steps: Annotated[int, "number of timed steps, after two that warm up"] = 5,
-    scale: Annotated[int | None, "divisor of sizes; by default 1 on a GPU, otherwise 16"] = None,
-    bus: Annotated[str, "bytes a second of the simulated bus"] = "1GB",
-    host_memory: Annotated[
-        int | None, parse_size, "memory for blocks; by default most of the free memory"
-    ] = None,
-    device_memory: Annotated[
-        int | None, parse_size, "memory of the simulated device, without a GPU"
-    ] = None,
-    folder: Annotated[
-        Path | None, "folder for checkpoints on disk; a temporary one by default"
-    ] = None,
+    steps: Steps = 5,
+    scale: Scale = None,
+    bus: Bus = "1GB",
+    host_memory: HostMemory = None,
+    device_memory: DeviceMemory = None,
+    folder: Folder = None,
 ) -> dict[str, Any]:
     """Measure Table 5 of the ZO2 paper: low-bit transfer of weights in mixed precision.
 
