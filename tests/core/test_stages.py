@@ -1,6 +1,5 @@
 """One model over several processes: the bits of one process, what each holds, and refusals."""
 
-import itertools
 import threading
 from collections.abc import Callable
 from functools import partial
@@ -434,12 +433,26 @@ def test_blocks_that_share_more_than_hidden_states_are_refused(kind: Any, tmp_pa
     assert any("connected by hidden states alone" in str(error) for error in errors), errors
 
 
-def test_machines_of_different_kinds_are_told(base: Path) -> None:
-    kinds = itertools.cycle(["AVX2", "AVX512"])
-    with patch.object(torch.backends.cpu, "get_cpu_capability", lambda: next(kinds)):
+@pytest.mark.parametrize(
+    ("owner", "name", "values"),
+    [
+        (torch.backends.cpu, "get_cpu_capability", ["AVX2", "AVX512"]),
+        (torch, "get_num_threads", [3, 5]),
+    ],
+    ids=["processors", "threads"],
+)
+def test_machines_of_different_kinds_are_told(
+    owner: Any, name: str, values: list[Any], base: Path
+) -> None:
+    of_stages: dict[int, Any] = {}  # each stage is a thread here
+
+    def of_this_stage() -> Any:
+        return of_stages.setdefault(threading.get_ident(), values[len(of_stages) % 2])
+
+    with patch.object(owner, name, of_this_stage):
         errors = attempted(2, lambda workers: adapter_run(base, workers), split="blocks")
     assert "machines of different kinds" in str(errors[0])
-    assert "AVX2" in str(errors[0])
+    assert all(str(value) in str(errors[0]) for value in values)
 
 
 class Differentiated(ToyBlockModel):

@@ -41,6 +41,7 @@ from zo2core.protocols import (
     Forward,
     TensorReader,
 )
+from zo2core.ranges import counted
 from zo2core.run import Outputs, Undivided
 from zo2core.sources.segment_store import BaseDigests, check_segments
 from zo2core.sweep.activations import Use, flattened
@@ -179,17 +180,19 @@ class Stage(Undivided):
         return int(min(self.peers.all_gather(nbytes, "memory for activations")))
 
     def require_alike(self) -> None:
-        """Warn of machines that compute other bits, once all of them are known."""
-        here = [torch.__version__, platform.machine(), torch.backends.cpu.get_cpu_capability()]
-        kinds = [
-            f"torch {version} on {machine} with {instructions}"
-            for version, machine, instructions in self.peers.all_gather(here, "kinds of machines")
-        ]
+        """Warn of stages that compute other bits, once all of them are known: matrix products
+        depend on the processor, and on the number of threads.
+        """
+        processor = f"{platform.machine()} with {torch.backends.cpu.get_cpu_capability()}"
+        threads = counted(torch.get_num_threads(), "thread")
+        here = f"torch {torch.__version__} on {processor} and {threads}"
+        kinds = self.peers.all_gather(here, "kinds of machines")
         if len(set(kinds)) > 1 and self.is_first:
             stages = "; ".join(f"stage {rank}: {kind}" for rank, kind in enumerate(kinds))
             warnings.warn(
                 f"stages compute on machines of different kinds, whose bits differ: {stages}. The "
-                "run goes on with the same bits only with each stage on its kind of machine",
+                "run goes on with the same bits only with each stage on its kind of machine, with "
+                "as many threads",
                 ZO2Warning,
                 stacklevel=2,
             )
