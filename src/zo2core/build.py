@@ -71,6 +71,7 @@ from zo2core.protocols import (
     CounterNoise,
     Device,
     DifferentiableModel,
+    MeasuredModel,
     ModelOfFiles,
     RoomTakingModel,
     Scheduler,
@@ -317,6 +318,8 @@ def _divide(inputs: RunInputs, peers: Workers, opened: ExitStack) -> Undivided:
         return Undivided(model.layouts, peers)
     stage = Stage(model, peers)
     stage.require_alike()
+    if isinstance(model, MeasuredModel):
+        model.agree(partial(peers.all_gather, purpose="measured memory"))
     divided: Any = model  # a read-only property of the contract, which only this changes
     opened.callback(setattr, divided, "layouts", stage.all_layouts)
     divided.layouts = stage.layouts

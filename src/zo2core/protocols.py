@@ -571,6 +571,19 @@ class RoomTakingModel(BlockModel, Protocol):
 
 
 @runtime_checkable
+class MeasuredModel(BlockModel, Protocol):
+    """A model that has measured what a batch's forward takes, as ``forward_bytes`` says it."""
+
+    def agree(self, gather: Callable[[Any], list[Any]]) -> None:
+        """Take the largest of several processes' measurements, by which all of them group batches
+        alike.
+
+        Args:
+            gather: Sends a JSON value, and returns the values of all processes.
+        """
+
+
+@runtime_checkable
 class DifferentiableModel(BlockModel, Protocol):
     """A model whose segments ``torch.autograd`` can differentiate."""
 

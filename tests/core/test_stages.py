@@ -17,6 +17,8 @@ from toy import ToyBlockModel
 
 from zo2adapters import Adapter, open_checkpoint
 from zo2adapters.models.conversion import quantize
+from zo2adapters.models.footprint import BlockBytes, PassBytes, PassPeaks
+from zo2adapters.tasks.generation import Generation
 from zo2adapters.tasks.objectives import PreferenceLoss
 from zo2adapters.tasks.rows import preference_batch
 from zo2core import (
@@ -453,6 +455,42 @@ def test_machines_of_different_kinds_are_told(
         errors = attempted(2, lambda workers: adapter_run(base, workers), split="blocks")
     assert "machines of different kinds" in str(errors[0])
     assert all(str(value) in str(errors[0]) for value in values)
+
+
+def measured(bytes_of_token: float | None) -> PassPeaks | None:
+    """What a stage's machine has measured, of forwards."""
+    if bytes_of_token is None:
+        return None
+    block = BlockBytes([(bytes_of_token, 0.0)], None)
+    return PassPeaks(PassBytes(block, block, [(1.0, 0.0)]), None)
+
+
+@pytest.mark.parametrize(
+    ("first", "second"), [(1.0, 3e4), (3e4, None)], ids=["the largest", "the formula"]
+)
+def test_stages_whose_measured_memory_differs_run_the_same_batches_together(
+    first: float, second: float | None, base: Path
+) -> None:
+    prompts = [[5, 6, 7], [8, 9], [3, 4]]
+
+    def outcome(workers: Workers | None, peaks: PassPeaks | None) -> Any:
+        model = opened(base)
+        model.pass_peaks = peaks
+        with open_engine(model, workers=workers, memory=memory(None, 1 << 17)) as engine:
+            evaluated = engine.evaluate([rows_for(step, 1) for step in range(3)])
+            generation = Generation(
+                engine, model, max_new_tokens=2, allowed=engine.activation_bytes
+            )
+            tokens = [sorted(sweep) for sweep in generation.sweeps(prompts)]
+            return evaluated.losses, evaluated.sweeps, tokens
+
+    of_stages = [measured(first), measured(second)]
+    alone = [outcome(None, peaks) for peaks in of_stages]
+    assert alone[0][1:] != alone[1][1:], "the batches are grouped otherwise"
+    for stage in worked(
+        2, lambda workers: outcome(workers, of_stages[workers.rank]), split="blocks"
+    ):
+        assert stage == alone[1], "what the second stage has measured decides, or the formula"
 
 
 class Differentiated(ToyBlockModel):

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from enum import Enum
-from typing import NamedTuple, Self, TypeAlias
+from typing import Any, NamedTuple, Self, TypeAlias
 
 import torch
 from transformers import PretrainedConfig
@@ -105,6 +105,11 @@ class PassBytes(NamedTuple):
     padded_block: BlockBytes  # of several rows, some of which are padded
     head: Sequence[Rate]  # whose tokens all have logits; empty without a vocabulary
 
+    @property
+    def all_rates(self) -> list[Sequence[Rate]]:
+        """The rates of blocks, of blocks with padded rows, and of the head."""
+        return [self.block.rates, self.padded_block.rates, self.head]
+
     def of_block(self, rows: int, tokens: int) -> float:
         """Expected peak of a block's pass."""
         rates = self._of(rows).rates
@@ -135,6 +140,35 @@ class PassPeaks(NamedTuple):
     forward: PassBytes
     both: PassBytes | None  # forward and backward; None: not measured
     masking: Masking = Masking.NONE  # of the batches for which they were measured
+
+    def of_forwards(self, rates: Sequence[Sequence[Rate]]) -> Self:
+        """The same with other ``PassBytes.all_rates`` of forwards."""
+        block, padded_block, head = rates
+        forward = PassBytes(
+            self.forward.block._replace(rates=block),
+            self.forward.padded_block._replace(rates=padded_block),
+            head,
+        )
+        return self._replace(forward=forward)
+
+
+def agreed_peaks(peaks: PassPeaks | None, gather: Callable[[Any], list[Any]]) -> PassPeaks | None:
+    """The peaks of forwards on that of several machines on which a batch takes most; None if one of
+    them has not measured any.
+
+    Args:
+        peaks: Those of this machine.
+        gather: See ``MeasuredModel``.
+    """
+    gathered = gather(None if peaks is None else peaks.forward.all_rates)
+    if peaks is None or None in gathered:
+        return None
+    return peaks.of_forwards(
+        [
+            sorted({(token, pair) for rates in of_pass for token, pair in rates})
+            for of_pass in zip(*gathered, strict=True)
+        ]
+    )
 
 
 def forward_bytes(

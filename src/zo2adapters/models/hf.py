@@ -63,6 +63,7 @@ from zo2adapters.models.batches import (
 from zo2adapters.models.footprint import (
     PassBytes,
     PassPeaks,
+    agreed_peaks,
     expected_held_bytes,
     forward_bytes,
     loss_bytes,
@@ -635,6 +636,10 @@ class HFBlockModel:
     def forward_peaks(self) -> PassBytes | None:
         """The measured peaks of forwards; None: not measured."""
         return None if self.pass_peaks is None else self.pass_peaks.forward
+
+    def agree(self, gather: Callable[[Any], list[Any]]) -> None:
+        """Take the largest of several processes' peaks of forwards. See ``MeasuredModel``."""
+        self.pass_peaks = agreed_peaks(self.pass_peaks, gather)
 
     @property
     def takes_chunks(self) -> bool:
