@@ -224,6 +224,13 @@ class BlockUpdate(Protocol):
         """The optimizer with its options, as JSON values, for the journal."""
 
     @property
+    def rates(self) -> Mapping[str, Any]:
+        """The learning rates that it has beside that of ``FirstOrder``, as JSON values, for the
+        journal.
+        """
+        return {}
+
+    @property
     def widens_gradients(self) -> bool:
         """Whether 16-bit gradients are converted to float32 before they are measured, clipped and
         applied.

@@ -7,6 +7,8 @@ from __future__ import annotations
 import math
 import re
 import reprlib
+from collections.abc import Callable
+from dataclasses import is_dataclass
 from enum import Enum
 from numbers import Real
 from typing import Any, Literal, TypeAlias
@@ -69,6 +71,15 @@ def require_number(
     bounds = [("above", above), ("of at least", least), ("below", below), ("of at most", most)]
     expected = " and ".join(f"{words} {bound:g}" for words, bound in bounds if math.isfinite(bound))
     raise OptionError(option, repr(value)[:40], f"a finite number {expected}", remedy)
+
+
+def recorded_rate(lr: float | Callable[[int], float]) -> float | str:
+    """A learning rate for the journal: a number, or a schedule by its ``repr`` if it is a
+    dataclass, else as "a function".
+    """
+    if not callable(lr):
+        return float(lr)
+    return repr(lr) if is_dataclass(lr) else "a function"
 
 
 def require_device_name(device: str) -> None:

@@ -749,6 +749,7 @@ def test_an_adapter_and_its_base_are_resumed_merged_and_never_exported_apart(her
     frozen = refusal(*both, "--output", "none", "--adapter-frozen", "lora_A")
     assert "--adapter-frozen: found lora_A with --method lora+lomo" in frozen
     assert "0.01, as in the run" in refusal("train", "--resume", "whole", "--base-lr", 0.5)
+    assert "base_lr 0.01" in done("journal", "whole").out
     assert not Path("none").exists()
 
 

@@ -2,16 +2,19 @@
 generations, and resuming.
 """
 
+import copy
 import errno
 import hashlib
 import itertools
 import json
 import os
+import re
 import sys
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from functools import cache, partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 from unittest.mock import patch
 
 import pytest
@@ -31,11 +34,13 @@ from profiles import each_choice, short_first
 
 from zo2adapters import Adapter, open_checkpoint
 from zo2adapters.models.architecture import Precision
+from zo2adapters.models.peft_adapter import is_of_adapter
 from zo2core import (
     LOMO,
     AdaLOMO,
     BAdam,
     BlockUpdate,
+    Delayed,
     Engine,
     FirstOrder,
     Journal,
@@ -57,6 +62,7 @@ from zo2core.io.direct_file import RangedFile, whole_pages
 from zo2core.io.durable import from_line, to_line
 from zo2core.journal.snapshots import Snapshot, Snapshots
 from zo2core.methods.first_order import AtSnapshot
+from zo2core.optimizers.adapter_and_base import AdapterAndBase
 from zo2core.planning.speeds import read_bytes
 from zo2core.sources.slot_file import DATA, MANIFEST, Generations
 from zo2core.types import Commit, Lane
@@ -621,9 +627,9 @@ def test_a_journal_has_steps_of_one_kind(tmp_path: Path) -> None:
     assert not (tmp_path / "d.jsonl").exists()
 
 
-def model_of(base: Path) -> Any:
+def model_of(base: Path, *, trains_base: bool = False) -> Any:
     config = pytest.importorskip("peft").LoraConfig(r=2, target_modules=["q_proj"])
-    return open_checkpoint(base, adapter=Adapter(config=config, seed=1))
+    return open_checkpoint(base, adapter=Adapter(config=config, seed=1, trains_base=trains_base))
 
 
 def engine_of(base: Path, run: Path, kind: str = "adapter", **options: Any) -> Engine:
@@ -847,3 +853,87 @@ def test_a_run_is_not_resumed_or_replayed_with_another_method(base: Path, tmp_pa
     for method in (None, ZerothOrder(MeZOSGD(lr=1e-3, zo_eps=1e-3))):
         with pytest.raises(JournalError, match="found a run of first-order steps"):
             Engine(model_of(base), method, journal=tmp_path / "adapter" / "journal.jsonl")
+
+
+@dataclass(frozen=True)
+class Falling:
+    """A schedule that a journal records by its fields."""
+
+    peak: float
+
+    def __call__(self, step: int) -> float:
+        return self.peak / (step + 1)
+
+
+def decaying(weight_decay: float) -> Any:
+    return partial(torch.optim.AdamW, lr=1.0, weight_decay=weight_decay)
+
+
+def of_both(base_lr: Any = 1e-2, weight_decay: float = 0.1) -> AdapterAndBase:
+    adamw = TorchOptimizer(decaying(weight_decay))
+    return AdapterAndBase(adamw, LOMO(), base_lr=base_lr, is_of_adapter=is_of_adapter)
+
+
+class Decided(NamedTuple):
+    """A method made from a value, what is trained, and how an error names the value 0.01."""
+
+    method: Callable[[Any], FirstOrder]
+    trained: str
+    told: str
+
+
+DECIDED = {
+    "rate": Decided(lambda lr: FirstOrder(LOMO(), lr=lr), "all", "lr"),
+    "schedule": Decided(lambda lr: FirstOrder(LOMO(), lr=Falling(lr)), "all", "lr.peak"),
+    "schedule of an adapter": Decided(
+        lambda lr: FirstOrder(ADAMW, lr=Falling(lr)), "adapter", "lr.peak"
+    ),
+    "rate of the base": Decided(lambda lr: FirstOrder(of_both(lr), lr=1.0), "both", "base_lr"),
+    "schedule of the base": Decided(
+        lambda lr: FirstOrder(of_both(Falling(lr)), lr=1.0), "both", "base_lr.peak"
+    ),
+    "rate of a base that is changed late": Decided(
+        lambda lr: FirstOrder(Delayed(of_both(lr)), lr=1.0), "both", "base_lr"
+    ),
+    "weight decay": Decided(
+        lambda decay: FirstOrder(TorchOptimizer(decaying(decay)), lr=1.0), "all", "weight_decay"
+    ),
+    "weight decay in turns": Decided(
+        lambda decay: FirstOrder(BAdam(decaying(decay)), lr=1.0), "all", "optimizer.weight_decay"
+    ),
+    "weight decay beside a base": Decided(
+        lambda decay: FirstOrder(of_both(weight_decay=decay), lr=1.0),
+        *("both", "adapter.weight_decay"),
+    ),
+}
+
+
+@pytest.mark.few(4)
+@pytest.mark.parametrize("case", DECIDED)
+def test_all_that_decides_a_run_is_in_its_journal(base: Path, tmp_path: Path, case: str) -> None:
+    method, trained, told = DECIDED[case]
+
+    def opened(value: float) -> Engine:
+        model = open_checkpoint(base)
+        if trained != "all":
+            model = model_of(base, trains_base=trained == "both")
+        return Engine(model, method(value), run=tmp_path, memory=memory())
+
+    opened(1e-2).close()
+    with pytest.raises(JournalError, match=re.escape(f"found method.{told} 0.01")):
+        opened(2e-2)
+    opened(1e-2).close()
+
+
+def test_a_state_of_all_parameters_goes_on_at_other_rates(base: Path) -> None:
+    def opened(lr: float, base_lr: float) -> Engine:
+        method = FirstOrder(of_both(base_lr), lr=lr)
+        return Engine(model_of(base, trains_base=True), method, memory=memory())
+
+    with opened(1e-2, 1e-2) as engine:
+        engine.step(BATCHES[0])
+        state = copy.deepcopy(engine.state_dict())
+        expected = engine.step(BATCHES[1]).loss
+    with opened(1e-3, 1e-3) as engine:
+        engine.load_state_dict(state)
+        assert engine.step(BATCHES[1]).loss == expected

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from zo2adapters.commands.options import POSITIONAL, Command
 from zo2adapters.trainers.metrics import align_rows
-from zo2adapters.trainers.optimization import with_peak_rate
+from zo2adapters.trainers.optimization import with_peak_rates
 from zo2adapters.trainers.run_directory import JOURNAL, METRICS, OPTIONS, RunDirectory
 from zo2core.errors import JournalError
 from zo2core.ranges import counted, require_whole
@@ -149,7 +149,7 @@ def _titled(header: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
         yield (
             "method",
             f"{'first' if optimizer else 'zeroth'}-order steps, "
-            f"{_words(with_peak_rate(optimizer or estimator))}",
+            f"{_words(with_peak_rates(optimizer or estimator))}",
         )
     if directions := left.pop("perturbation", None):
         yield (

@@ -23,7 +23,7 @@ from zo2adapters.models.model_files import ADAPTER_FOLDER, BASE_FOLDER, is_gguf
 from zo2adapters.tasks.row_options import RowOptions, with_line_breaks
 from zo2adapters.tasks.rows import with_labels
 from zo2adapters.trainers.metrics import best_step, losses_of
-from zo2adapters.trainers.optimization import with_peak_rate
+from zo2adapters.trainers.optimization import with_peak_rates
 from zo2adapters.trainers.options import TrainOptions
 from zo2adapters.trainers.run_directory import name_of
 from zo2core import Journal
@@ -363,6 +363,6 @@ def _options(header: Mapping[str, Any]) -> dict[str, Any]:
     kept = {name: provenance[name] for name in _PROVENANCE if provenance.get(name) is not None}
     names = ("method", "estimator", "noise", "perturbation", "seed")
     shared = {name: header[name] for name in names if header.get(name) is not None}
-    if "estimator" in shared:
-        shared["estimator"] = with_peak_rate(shared["estimator"])
+    for name in shared.keys() & {"method", "estimator"}:
+        shared[name] = with_peak_rates(shared[name])
     return {**shared, **kept}

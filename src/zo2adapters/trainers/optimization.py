@@ -117,14 +117,19 @@ class LearningRate:
         return self.peak
 
 
-def with_peak_rate(options: Mapping[str, Any]) -> Mapping[str, Any]:
-    """An estimator's options from a journal, for a reader: the peak in place of the text that
-    stands for a schedule.
+def with_peak_rates(options: Mapping[str, Any]) -> Mapping[str, Any]:
+    """A method's options from a journal, for a reader: the peak in place of the text that stands
+    for a schedule.
     """
+    return {name: _peak_of(value) for name, value in options.items()}
+
+
+def _peak_of(value: object) -> object:
+    """The peak of a schedule that is written as text; any other value as it is."""
     schedule = re.match(
-        rf"{LearningRate.__name__}\(peak=(\d+(?:\.\d+)?(?:e[+-]?\d+)?),", str(options.get("lr"))
+        rf"{LearningRate.__name__}\(peak=(\d+(?:\.\d+)?(?:e[+-]?\d+)?),", str(value)
     )
-    return options if schedule is None else {**options, "lr": float(schedule[1])}
+    return value if schedule is None else float(schedule[1])
 
 
 # Note: Largest steps. An update moves a weight by lr times the projected gradient, which is between

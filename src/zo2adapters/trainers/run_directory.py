@@ -772,12 +772,7 @@ def _varying(options: TrainOptions) -> tuple[dict[str, Any], dict[str, Any]]:
     """What a branch may have otherwise than its parent: evaluations, and the learning-rate
     schedule.
     """
-    trains_all = options.optimization.optimizer is not None and not options.trains_adapter_alone
-    base_lr = options.optimization.base_lr
     schedule = {
-        # other methods name it beside their own options
-        **({"lr": options.optimization.rate} if trains_all else {}),
-        **({} if base_lr is None else {"base lr": base_lr}),
         "decay": options.optimization.decay.value,
         "warmup steps": options.optimization.warmup_steps,
         "steps": options.scheduled_steps,

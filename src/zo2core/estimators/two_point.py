@@ -9,14 +9,14 @@ from __future__ import annotations
 import random
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, is_dataclass
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
 
 from zo2core.errors import OptionError
 from zo2core.protocols import CounterNoise, NoiseGenerator, ZOEstimator
-from zo2core.ranges import require_number, require_whole
+from zo2core.ranges import recorded_rate, require_number, require_whole
 from zo2core.types import Distribution, Evaluation, RowGroup, Update
 
 
@@ -107,18 +107,10 @@ class EstimatorBase(ABC):
 
     @property
     def options(self) -> Mapping[str, Any]:
-        """Name and numbers.
-
-        A schedule is described by its ``repr`` if it is a dataclass, else as "a function".
-        """
-        lr: float | str
-        if not callable(self.lr):
-            lr = float(self.lr)
-        else:
-            lr = repr(self.lr) if is_dataclass(self.lr) else "a function"
+        """Name and numbers."""
         return {
             "name": self.name,
-            "lr": lr,
+            "lr": recorded_rate(self.lr),
             "zo_eps": self.zo_eps,
             "weight_decay": self.weight_decay,
         }

@@ -17,9 +17,9 @@ from zo2core.errors import OptionError, without_effect
 from zo2core.optimizers.delayed import Delayed
 from zo2core.optimizers.loss_scaling import LossScaling
 from zo2core.optimizers.states import state_bytes
-from zo2core.optimizers.torch_optimizer import OptimizerFactory
+from zo2core.optimizers.torch_optimizer import OptimizerFactory, described
 from zo2core.protocols import BlockModel, BlockUpdate
-from zo2core.ranges import NormGroup, require_number, require_whole
+from zo2core.ranges import NormGroup, recorded_rate, require_number, require_whole
 from zo2core.types import BlockLayout
 
 # parameters, gradients, and two moments, as AdamW has them: no common optimizer keeps more
@@ -102,13 +102,19 @@ class FirstOrder:
     @property
     def journal_options(self) -> Mapping[str, Any]:
         """The method as JSON values, for the journal."""
-        if self.update is None:
-            fixed = {} if self.lr is None or callable(self.lr) else {"lr": self.lr}
-            return (
-                {**_described(self.optimizer), "clip_norm": self.clip, **fixed}
-                if self.options is None
-                else self.options
-            )
+        rates = {} if self.lr is None else {"lr": recorded_rate(self.lr)}
+        if self.update is not None:
+            return {**self.update_options, **rates, **self.update.rates}
+        if self.options is not None:
+            return self.options
+        return {**described(self.optimizer), "clip_norm": self.clip, **rates}
+
+    @property
+    def update_options(self) -> Mapping[str, Any]:
+        """Of a method with a ``BlockUpdate``: all but its learning rates, with which a state may be
+        continued at other ones.
+        """
+        assert self.update is not None, "an adapter's optimizer has options of its own"
         scaling = {} if self.scaling is None else {"loss_scaling": asdict(self.scaling)}
         groups = {} if self.clip_per == "all" else {"clip_norm_per": self.clip_per}
         return {
@@ -144,17 +150,6 @@ class AtSnapshot:
 
     step: int
     parameters: Mapping[str, torch.Tensor] | None
-
-
-def _described(factory: Any) -> dict[str, Any]:
-    """Name and options of an optimizer that a function makes."""
-    plain = (bool, int, float, str, list, tuple, type(None))
-    keywords = getattr(factory, "keywords", {})
-    made = getattr(factory, "func", factory)
-    options = {
-        name: value if isinstance(value, plain) else repr(value) for name, value in keywords.items()
-    }
-    return {"name": getattr(made, "__name__", type(made).__name__), **options}
 
 
 def require_widened_gradients(model: BlockModel, method: FirstOrder, update: BlockUpdate) -> None:

@@ -244,7 +244,7 @@ class StoredState(FusedState):
         self, run: Run, weights: StoredWeights, method: FirstOrder, update: BlockUpdate
     ) -> None:
         super().__init__(run, weights, method, update)
-        self._options = json_object("update", method.journal_options)
+        self._options = json_object("update", method.update_options)
         self.states = StateMemory(update, run.segments.layouts)
 
     def load(self, parameters: Mapping[str, torch.Tensor]) -> None:

@@ -8,6 +8,7 @@ from typing import Any, TypeVar
 
 from zo2core.errors import OptionError
 from zo2core.protocols import BlockUpdate, UpdateInputs
+from zo2core.ranges import recorded_rate
 from zo2core.types import HALVES, BlockLayout, StateSpec
 
 T = TypeVar("T")
@@ -59,6 +60,11 @@ class AdapterAndBase(BlockUpdate):
         base = dict(self._base.options)
         name = f"{adapter['name']} and {base['name']}"
         return {"name": name, "adapter": adapter, "base": base}
+
+    @property
+    def rates(self) -> Mapping[str, Any]:
+        """The learning rate of the base."""
+        return {"base_lr": recorded_rate(self._base_lr)}
 
     @property
     def widens_gradients(self) -> bool:

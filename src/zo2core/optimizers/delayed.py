@@ -50,6 +50,11 @@ class Delayed(BlockUpdate):
         return {**self._update.options, "delayed": True}
 
     @property
+    def rates(self) -> Mapping[str, Any]:
+        """The learning rates that the optimizer has of its own."""
+        return self._update.rates
+
+    @property
     def widens_gradients(self) -> bool:
         """Whether the optimizer gets 16-bit gradients in float32."""
         return self._update.widens_gradients

@@ -51,6 +51,20 @@ def make_optimizer(factory: OptimizerFactory, parameters: list[nn.Parameter]) ->
     return optimizer
 
 
+def described(factory: Any) -> dict[str, Any]:
+    """Name and options of the optimizer that a function makes, as JSON values.
+
+    The options are those that ``functools.partial`` was given.
+    """
+    plain = (bool, int, float, str, list, tuple, type(None))
+    keywords = getattr(factory, "keywords", {})
+    made = getattr(factory, "func", factory)
+    options = {
+        name: value if isinstance(value, plain) else repr(value) for name, value in keywords.items()
+    }
+    return {"name": getattr(made, "__name__", type(made).__name__), **options}
+
+
 class _StateForm(NamedTuple):
     """One entry of a parameter's state."""
 
@@ -72,7 +86,8 @@ class TorchOptimizer(BlockUpdate):
     Args:
         factory: Called with a segment's parameters: ``partial(torch.optim.AdamW, lr=1e-5,
             fused=True)``. The learning rate of each step replaces the factory's.
-        options: Name and options of the optimizer, as JSON values, for the journal.
+        options: Name and options of the optimizer, as JSON values, for the journal. None: its class
+            and the options of a ``partial``.
         by_name: Whether the factory is called with pairs of a parameter's name and the parameter,
             from which it may make groups.
 
@@ -94,7 +109,9 @@ class TorchOptimizer(BlockUpdate):
         self._by_name = by_name
         made = make_optimizer(self._make, [nn.Parameter(torch.empty(0))])
         self._name = type(made).__name__
-        self._options = {"name": self._name} if options is None else options
+        own_options = {**described(factory), "name": self._name}
+        own_options.pop("lr", None)  # each step has another one
+        self._options = own_options if options is None else options
         # The entries of a parameter's state by their keys in the optimizer's state.
         # by shape and dtype
         self._forms: dict[tuple[tuple[int, ...], torch.dtype], Mapping[str, _StateForm]] = {}
@@ -261,7 +278,7 @@ class BAdam(BlockUpdate):
             rate of each step replaces the factory's.
         every: Steps for which a segment is trained.
         seed: Decides the order of segments.
-        options: Name and options of the optimizer, as JSON values, for the journal.
+        options: As for ``TorchOptimizer``.
 
     Raises:
         OptionError: if ``every`` or ``seed`` is out of its range, the factory returns no optimizer,
@@ -282,9 +299,7 @@ class BAdam(BlockUpdate):
         self._every = every
         self._seed = seed
         self._options = (
-            {"name": "badam", "optimizer": self._optimizer.options["name"]}
-            if options is None
-            else options
+            {"name": "badam", "optimizer": self._optimizer.options} if options is None else options
         )
 
     @property
