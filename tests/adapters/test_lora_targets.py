@@ -1,5 +1,7 @@
 """The layers that LoRA's ``auto`` chooses: those that the model's forward calls and peft takes."""
 
+import gc
+import weakref
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
@@ -17,7 +19,7 @@ from zo2adapters import Adapter, open_checkpoint
 from zo2adapters.models.architecture import architecture_of
 from zo2adapters.models.batches import CAUSAL_LM
 from zo2adapters.models.export import export_merged
-from zo2adapters.models.module_use import module_use
+from zo2adapters.models.module_use import ModuleUse, _RecordedForward, module_use
 from zo2adapters.models.peft_adapter import base_form
 from zo2adapters.models.skeleton import build_skeleton
 from zo2core import Engine, LowRankPerturbation, MeZOSGD, ZerothOrder
@@ -135,6 +137,23 @@ def test_a_weight_that_is_used_without_its_layer_gets_no_low_rank_direction(
     named = r"layers\.0\.mlp\.down_proj\.weight: found a weight that is used without its layer"
     with pytest.raises(UnsupportedModelError, match=named):
         Engine(open_checkpoint(base), method)
+
+
+def test_models_that_are_alike_are_run_once_and_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    def use_of(model_type: str) -> tuple[Any, ModuleUse]:
+        skeleton = build_skeleton(small_config(model_type), torch.float32)
+        return skeleton, module_use(skeleton, architecture_of(skeleton, CAUSAL_LM, None))
+
+    monkeypatch.setattr("zo2adapters.models.module_use._FOUND", {})
+    first, use = use_of("opt")
+    is_kept = weakref.ref(first)
+    del first
+    gc.collect()
+    assert is_kept() is None
+    monkeypatch.setattr(_RecordedForward, "forward", None)
+    assert use_of("opt")[1] is use
+    with pytest.raises(TypeError):
+        use_of("mistral")
 
 
 def test_what_a_forward_without_values_does_not_reach_is_not_said_to_be_unused() -> None:

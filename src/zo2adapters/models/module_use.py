@@ -8,7 +8,7 @@ zeroth-order steps, and are merged.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Hashable, Mapping
 from contextlib import suppress
 from functools import partial, wraps
 from typing import Any, NamedTuple
@@ -39,12 +39,36 @@ class ModuleUse(NamedTuple):
     read_outside: Mapping[str, str]
 
 
+# What this process has found. The keys are values, all that a forward's calls follow from.
+_FOUND: dict[Hashable, ModuleUse] = {}
+
+
 def module_use(model: PreTrainedModel, architecture: Architecture) -> ModuleUse:
-    """Run a model's forward on the meta device.
+    """Run a model's forward on the meta device, once in a process for models that are alike.
 
     A layer that cannot run there is left where it fails: what it has not reached is not said to be
     idle.
     """
+    structure = _structure(model, architecture)
+    if structure not in _FOUND:
+        _FOUND[structure] = _module_use(model, architecture)
+    return _FOUND[structure]
+
+
+def _structure(model: PreTrainedModel, architecture: Architecture) -> Hashable:
+    """The model's config, and its modules with their parameters and their code, without the model,
+    which would stay in memory.
+    """
+    modules = (
+        (path, type(module), type(module).forward, type(vars(module).get("forward")))
+        for path, module in model.named_modules()
+    )
+    parameters = (name for name, _ in model.named_parameters(remove_duplicate=False))
+    parts = (architecture.blocks, architecture.returned, tuple(architecture.embedding))
+    return (model.config.to_json_string(), parts, tuple(modules), tuple(parameters))
+
+
+def _module_use(model: PreTrainedModel, architecture: Architecture) -> ModuleUse:
     run = _RecordedForward(model, architecture)
     run.forward()
     unseen = [

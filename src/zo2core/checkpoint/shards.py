@@ -399,12 +399,12 @@ class SafetensorsReader:
             CheckpointError: if they cannot be read.
         """
         size = min(_SAMPLE, entry.nbytes)
-        samples = [bytearray(size) for _ in range(3)]
-        for sample, offset in zip(
-            samples, (0, (entry.nbytes - size) // 2, entry.nbytes - size), strict=True
-        ):
+        last = entry.nbytes - size
+        offsets = (0, last // 2, last)
+        samples = {offset: bytearray(size) for offset in offsets}  # of a small tensor, one
+        for offset, sample in samples.items():
             self.read_bytes(entry, offset, memoryview(sample))
-        return samples
+        return [samples[offset] for offset in offsets]
 
     def read_into(self, parameter: str, out: torch.Tensor, start: int = 0) -> None:
         """Fill memory with a range of a parameter, converted to the memory's dtype.
