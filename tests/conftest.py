@@ -132,11 +132,11 @@ def here(prepared: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Pat
 
 
 @pytest.fixture(scope="session", autouse=True)
-def _disks_and_options_are_read_quickly() -> Iterator[None]:
-    from command_lines import PROBED_BYTES
+def _speeds_are_measured_quickly() -> Iterator[None]:
+    from command_lines import measure_quickly
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("zo2core.planning.speeds._BYTES", PROBED_BYTES)
+        measure_quickly(patch)
         yield
 
 

@@ -23,14 +23,21 @@ from typing import Any, NamedTuple, NoReturn, Self
 from unittest import mock
 
 import psutil
+import pytest
 import torch
 from models import WORDS, save_model, save_tokenizer, small_config
 
 from zo2adapters.cli import COMMANDS, command_class, main
-from zo2core.planning import speeds
 
 SECONDS = 120  # a command takes a fraction of them
-PROBED_BYTES = 1 << 20  # written to measure a disk, which 64 of them would measure better
+QUICK_MEASUREMENTS = {  # bytes and rounds; more would be more precise, which no test needs
+    "zo2core.planning.speeds._BYTES": 1 << 20,
+    "zo2core.planning.speeds._ROUNDS": 1,
+    "zo2adapters.trainers.probes._HASHED": 1 << 20,
+    "zo2adapters.trainers.probes._ROUNDS": 1,
+    "zo2adapters.trainers.probes._MOST_ROUNDS": 1,
+    "zo2adapters.trainers.probes._UPDATE_ROUNDS": 1,
+}
 NEEDS = (  # what commands import later: a process that is forked has it
     "zo2adapters.commands.options",
     "transformers.models.llama.modeling_llama",
@@ -144,6 +151,12 @@ def wait_until(condition: Callable[[], object], seconds: float = SECONDS) -> Non
     while not condition():
         assert time.monotonic() < end, "it has not come"
         time.sleep(0.002)
+
+
+def measure_quickly(patch: pytest.MonkeyPatch) -> None:
+    """Let plans of this process measure the machine with few bytes and in few rounds."""
+    for name, value in QUICK_MEASUREMENTS.items():
+        patch.setattr(name, value)
 
 
 class ExceededError(BaseException):
@@ -267,7 +280,7 @@ def serve() -> None:
     answer with a number.
     """
     torch.set_num_threads(1)
-    speeds._BYTES = PROBED_BYTES
+    measure_quickly(pytest.MonkeyPatch())  # never undone
     for name in COMMANDS:
         for module in (*command_class(name).needs, *NEEDS):
             importlib.import_module(module)
