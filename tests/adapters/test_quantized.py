@@ -3,6 +3,7 @@ where they cannot be.
 """
 
 import json
+import math
 import re
 import shutil
 from collections.abc import Callable, Mapping, Sequence
@@ -248,9 +249,15 @@ ENCODED = {
 
 
 @pytest.mark.parametrize("kind", ENCODED)
-@given(data=st.data(), askew=st.integers(0, 5), compiled=st.booleans(), threaded=st.booleans())
+@given(
+    data=st.data(),
+    askew=st.integers(0, 5),
+    compiled=st.booleans(),
+    threaded=st.booleans(),
+    many=st.sampled_from([2, 8]),
+)
 def test_every_encoding_is_decoded_by_its_formats_arithmetic_rounded_once(
-    kind: str, data: st.DataObject, askew: int, *, compiled: bool, threaded: bool
+    kind: str, data: st.DataObject, askew: int, *, compiled: bool, threaded: bool, many: int
 ) -> None:
     spec, stored, expected = data.draw(ENCODED[kind])
     assert spec.nbytes == len(stored)
@@ -259,10 +266,34 @@ def test_every_encoding_is_decoded_by_its_formats_arithmetic_rounded_once(
     with (
         patch.object(dispatch, "decodes", dispatch.decodes if compiled else lambda *tensors: False),
         patch.object(decoding, "_TWO_THREADS", 1),
+        patch.object(decoding, "_MANY", many),
         ThreadPoolExecutor(1) as helper,
     ):
         decoding.decode(spec, shifted, out, helper if threaded else None)
     assert_same_bits(kind, out, expected)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("nested", [None, 256])
+@pytest.mark.parametrize("block", [64, 72])
+def test_whole_blocks_of_nf4_and_the_rest_of_the_last_have_the_references_bits(
+    block: int, nested: int | None, dtype: torch.dtype
+) -> None:
+    generator = torch.Generator().manual_seed(0)
+    weights = torch.randn(3, 1102, generator=generator)
+    encoding, parts = encode(weights, NF4Blocks(block, nested))
+    if nested is None:
+        parts["scales"][:3] = torch.tensor([math.nan, math.inf, 1e-41])
+    spec, stored, _ = of(encoding, [bytes_of(encoding, parts, weights.shape)], weights.to(dtype))
+    decoded_by = {}
+    for compiled in (False, True):
+        out = torch.empty(spec.shape, dtype=dtype)
+        decodes = partial(lambda result, *tensors: result, compiled)
+        with patch.object(dispatch, "decodes", decodes):
+            decoding.decode(spec, stored, out)
+        same_nans = torch.where(out.isnan(), torch.full_like(out, math.nan), out)
+        decoded_by[compiled] = same_nans.view(torch.int32 if dtype.itemsize == 4 else torch.int16)
+    assert torch.equal(decoded_by[True], decoded_by[False])
 
 
 @pytest.mark.parametrize(

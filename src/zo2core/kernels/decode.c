@@ -123,6 +123,74 @@ INLINE float scale_at(const struct scales *scales, uint64_t block) {
     return coded * float_at(scales->nested, block / scales->nested_block) + scales->offset;
 }
 
+/* Look up the 16-bit values of 4-bit codes. Returns the number of values looked up. */
+
+#ifdef X86
+__attribute__((target("avx512f,avx512bw"))) static size_t look_up_halves_avx512(
+    uint16_t *out, const uint8_t *codes, const uint16_t *values, size_t count) {
+    const __m512i table = _mm512_broadcast_i64x4(_mm256_loadu_si256((const __m256i *)values));
+    size_t i = 0;
+    for (; i + 32 <= count; i += 32) {
+        const __m512i pair = _mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i *)(codes + i / 2)));
+        /* The instruction ignores all but 5 bits of a place, and of these the table ignores the highest. */
+        const __m512i places = _mm512_or_si512(_mm512_srli_epi32(pair, 4), _mm512_slli_epi32(pair, 16));
+        _mm512_storeu_si512(out + i, _mm512_permutexvar_epi16(places, table));
+    }
+    return i;
+}
+
+__attribute__((target("avx2"))) static size_t look_up_halves_avx2(
+    uint16_t *out, const uint8_t *codes, const uint16_t *values, size_t count) {
+    uint8_t bytes[2][16]; /* the lower and the higher ones of the values */
+    for (size_t i = 0; i < 16; i++) {
+        bytes[0][i] = (uint8_t)values[i];
+        bytes[1][i] = (uint8_t)(values[i] >> 8);
+    }
+    const __m128i lower = _mm_loadu_si128((const __m128i *)bytes[0]), higher = _mm_loadu_si128((const __m128i *)bytes[1]);
+    size_t i = 0;
+    for (; i + 16 <= count; i += 16) {
+        const __m128i pairs = _mm_loadl_epi64((const __m128i *)(codes + i / 2)), low = _mm_set1_epi8(15);
+        const __m128i first = _mm_and_si128(_mm_srli_epi16(pairs, 4), low), second = _mm_and_si128(pairs, low);
+        const __m128i places = _mm_unpacklo_epi8(first, second);
+        const __m128i left = _mm_shuffle_epi8(lower, places), right = _mm_shuffle_epi8(higher, places);
+        _mm_storeu_si128((__m128i *)(out + i), _mm_unpacklo_epi8(left, right));
+        _mm_storeu_si128((__m128i *)(out + i + 8), _mm_unpackhi_epi8(left, right));
+    }
+    return i;
+}
+#endif
+
+static void look_up_halves(uint16_t *out, const uint8_t *codes, const uint16_t *values, size_t count) {
+    size_t i = 0;
+#ifdef X86
+    if (__builtin_cpu_supports("avx512bw"))
+        i = look_up_halves_avx512(out, codes, values, count);
+    else if (__builtin_cpu_supports("avx2"))
+        i = look_up_halves_avx2(out, codes, values, count);
+#endif
+    for (; i < count; i++) out[i] = values[i % 2 ? codes[i / 2] & 15 : codes[i / 2] >> 4];
+}
+
+/* Whole blocks as 16-bit numbers: a block has 16 values, which are rounded once and then looked up. */
+CLONES static void decode_nf4_halves(
+    int dtype, uint16_t *out, const uint8_t *codes, const struct scales *scales, const float *numbers, uint64_t block,
+    uint64_t first, uint64_t last) {
+    enum { VALUES = 16, BLOCKS = CHUNK / VALUES };
+    float x[CHUNK] __attribute__((aligned(64)));
+    uint16_t values[CHUNK] __attribute__((aligned(64)));
+    for (uint64_t place = first; place < last; place += BLOCKS) {
+        const size_t blocks = last - place < BLOCKS ? last - place : BLOCKS;
+        for (size_t i = 0; i < blocks; i++) {
+            const float scale = scale_at(scales, place + i);
+            for (size_t j = 0; j < VALUES; j++) x[i * VALUES + j] = numbers[j] * scale;
+        }
+        put(dtype, values, 0, x, blocks * VALUES);
+        for (size_t i = 0; i < blocks; i++)
+            look_up_halves(
+                out + (place + i - first) * block, codes + (place + i) * (block / 2), values + i * VALUES, block);
+    }
+}
+
 /* A scale for each block of weights, counted from the matrix's first one on, which is `first` weights before `out`. Blocks
  * are even, and so is `first`: each begins with a byte. */
 CLONES PUBLIC void zo2core_decode_nf4(
@@ -132,7 +200,12 @@ CLONES PUBLIC void zo2core_decode_nf4(
     const struct scales scales = {raw, nested, nested_table ? coded : NULL, nested_block, offset};
     memcpy(numbers, table, sizeof numbers);
     if (nested_table) memcpy(coded, nested_table, sizeof coded);
-    for (uint64_t done = 0; done < count;) {
+    uint64_t done = 0;
+    if (dtype != FLOAT32 && first % block == 0) {
+        done = count / block * block;
+        decode_nf4_halves(dtype, out, codes, &scales, numbers, block, first / block, (first + done) / block);
+    }
+    while (done < count) {
         const size_t length = count - done < CHUNK ? count - done : CHUNK;
         look_up(x, codes + (first + done) / 2, numbers, length);
         for (size_t i = 0; i < length;) {
