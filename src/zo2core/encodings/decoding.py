@@ -21,6 +21,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Executor
 from dataclasses import replace
+from functools import partial
 from itertools import accumulate
 from typing import NamedTuple
 
@@ -65,6 +66,7 @@ _BY_ROWS = 2
 _GGUF_KINDS = {name: number for number, name in enumerate(GGUF_BLOCKS)}
 _NF4_ROLES = ("codes", "scales", "table", "nested scales", "nested table")
 _TWO_THREADS = 1 << 18  # weights of a matrix from which a second thread pays
+_MANY = 8  # matrices from which each thread takes half of them, not half of each
 _DECODED_AT_ONCE = 1 << 20  # weights that the reference decodes at a time
 
 
@@ -83,47 +85,73 @@ def decode(
     assert isinstance(spec.encoding, MatrixEncoding | MXFP4Stack | MatrixStack), (
         "only encoded parameters are decoded"
     )
-    whole = out.view(-1, spec.shape[-1])
-    first = 0
-    begin = 0
-    matrices = (
-        spec.encoding.matrices
-        if isinstance(spec.encoding, MatrixStack)
-        else ((spec.encoding, len(whole)),)
-    )
-    for encoding, rows in matrices:
-        matrix = whole[first : first + rows]
-        shape = spec.shape if isinstance(encoding, MXFP4Stack) else tuple(matrix.shape)
-        parts = _Parts(encoding.parts(shape), stored[begin:])
-        first = first + rows
-        begin = begin + encoded_bytes(encoding, shape)
-        if not dispatch.decodes(stored, out):
-            _decode(encoding, parts, matrix)
-            continue
-        units, run = _compiled(encoding, parts, matrix, shape)
-        splits_block = (
-            isinstance(encoding, NF4Blocks) and units // 2 * matrix.shape[1] % encoding.block
-        )
-        dispatch.run_in_halves(
-            run, units, None if matrix.numel() < _TWO_THREADS or splits_block else helper
-        )
+    matrices = _matrices(spec, stored, out)
+    if not dispatch.decodes(stored, out):
+        for matrix in matrices:
+            _decode(matrix.encoding, matrix.parts(), matrix.weights)
+        return
+    if len(matrices) >= _MANY:
+        dispatch.run_in_halves(partial(_decode_matrices, matrices), len(matrices), helper)
+        return
+    for matrix in matrices:
+        units, run = _compiled(matrix)
+        is_whole = matrix.weights.numel() < _TWO_THREADS or matrix.splits_block(units // 2)
+        dispatch.run_in_halves(run, units, None if is_whole else helper)
 
 
-def _compiled(
-    encoding: MatrixEncoding | MXFP4Stack,
-    parts: _Parts,
-    matrix: Tensor,
-    shape: Sequence[int],
-) -> tuple[int, Callable[[int, int], None]]:
+class _EncodedMatrix(NamedTuple):
+    """A matrix, or a stack that is encoded as one, and the memory for its weights."""
+
+    encoding: MatrixEncoding | MXFP4Stack
+    shape: Sequence[int]
+    stored: Tensor  # its bytes
+    weights: Tensor  # (rows, columns)
+
+    def parts(self) -> _Parts:
+        """The parts of the encoding."""
+        return _Parts(self.encoding.parts(self.shape), self.stored)
+
+    def splits_block(self, row: int) -> bool:
+        """Whether a row begins within a block of weights that share a scale."""
+        if not isinstance(self.encoding, NF4Blocks):
+            return False
+        return row * self.weights.shape[1] % self.encoding.block != 0
+
+
+def _matrices(spec: ParameterSpec, stored: Tensor, out: Tensor) -> list[_EncodedMatrix]:
+    """The matrices of a parameter, which are encoded one after the other."""
+    columns = spec.shape[-1]
+    whole = out.view(-1, columns)
+    if not isinstance(spec.encoding, MatrixStack):
+        assert isinstance(spec.encoding, MatrixEncoding | MXFP4Stack)
+        return [_EncodedMatrix(spec.encoding, spec.shape, stored, whole)]
+    encodings = [encoding for encoding, _ in spec.encoding.matrices]
+    shapes = [(rows, columns) for _, rows in spec.encoding.matrices]
+    sizes = [encoded_bytes(*pair) for pair in zip(encodings, shapes, strict=True)]
+    weights = torch.split(whole, [rows for rows, _ in shapes])
+    return list(map(_EncodedMatrix, encodings, shapes, torch.split(stored, sizes), weights))
+
+
+def _decode_matrices(matrices: Sequence[_EncodedMatrix], first: int, last: int) -> None:
+    """Decode some of the matrices by the compiled kernels."""
+    for matrix in matrices[first:last]:
+        units, run = _compiled(matrix)
+        run(0, units)
+
+
+def _compiled(encoded: _EncodedMatrix) -> tuple[int, Callable[[int, int], None]]:
     """The compiled kernel: number of units of work, and a function that does those from a first one
     to a last one.
     """
     compiled = dispatch.functions()
+    encoding = encoded.encoding
+    matrix = encoded.weights
+    parts = encoded.parts()
     (rows, columns) = matrix.shape
     stored = parts.bytes
     memory = dispatch.DTYPES[matrix.dtype], matrix.data_ptr(), stored["codes"].data_ptr()
     if isinstance(encoding, MXFP4Stack):
-        *stack, inputs, outputs = shape
+        *stack, inputs, outputs = encoded.shape
         sizes = inputs, outputs
         powers = stored["scales"].data_ptr()
         return math.prod(stack), lambda first, last: compiled.zo2core_decode_mxfp4(
