@@ -151,11 +151,16 @@ def make_sparse_coded(
             quantize(plain, coded, encoding)
         described = json.loads((coded / "config.json").read_text()) | {"num_hidden_layers": layers}
         described |= {} if layer_types is None else {"layer_types": layer_types}
-        tensors = {
-            name.replace(".layers.0.", f".layers.{layer}."): tensor
+        of_first = {
+            name: tensor
             for shard in coded.glob("*.safetensors")
             for name, tensor in load_file(shard).items()  # mapped, not read
-            for layer in range(layers if ".layers.0." in name else 1)
+        }
+        tensors = {  # layer by layer, as converted checkpoints are written
+            name.replace(".layers.0.", f".layers.{layer}."): tensor
+            for layer in range(layers)
+            for name, tensor in of_first.items()
+            if layer == 0 or ".layers.0." in name
         }
         specs = [
             ParameterSpec(name, tuple(tensor.shape), tensor.dtype, 0, decays=False)

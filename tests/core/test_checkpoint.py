@@ -1,13 +1,16 @@
 """Files of a checkpoint: which bytes are read and written, and what is refused."""
 
+import itertools
 import json
 import math
 import os
+import random
 import re
 import resource
 import signal
 import stat
 import struct
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
 from pathlib import Path
@@ -22,10 +25,10 @@ from safetensors.torch import load_file, save_file
 
 from zo2core import HostDevice, ParameterSpec
 from zo2core.checkpoint.export import new_directory, require_unused, write_checkpoint
-from zo2core.checkpoint.shards import SafetensorsReader, find_tensors, parse_header
+from zo2core.checkpoint.shards import Piece, SafetensorsReader, find_tensors, parse_header
 from zo2core.errors import CheckpointError, OutputError, ZO2Warning
 from zo2core.io import direct_file as ranged
-from zo2core.io.direct_file import PAGE, RangedFile, byte_view
+from zo2core.io.direct_file import PAGE, RangedFile, byte_view, near_ranges
 from zo2core.types import SavedForm
 
 
@@ -449,6 +452,73 @@ def test_ranges_arrive_whole_and_change_nothing_else(
     assert memory[at : at + length].numpy().tobytes() == content[offset : offset + length]
     assert torch.all(memory[:at] == 7)
     assert torch.all(memory[at + length :] == 7)
+
+
+@given(
+    cuts=st.lists(st.integers(0, SIZE), min_size=2, max_size=12, unique=True),
+    seed=st.integers(0, 9),
+    near=st.sampled_from([0, PAGE, 1 << 16]),
+    staging=st.sampled_from([3 * PAGE, 1 << 20]),
+)
+def test_ranges_that_are_near_to_one_another_arrive_by_fewer_reads(
+    path: Path, content: bytes, cuts: list[int], seed: int, near: int, staging: int
+) -> None:
+    bounds = sorted(cuts)
+    # some of the ranges between the cuts, in any order
+    pairs = [pair for pair in itertools.pairwise(bounds) if (pair[0] + seed) % 3]
+    random.Random(seed).shuffle(pairs)
+    memories = [bytearray(stop - start) for start, stop in pairs]
+    ranges = [(start, stop - start) for start, stop in pairs]
+    file = RangedFile(path)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ranged, "NEAR", near)
+        patch.setattr(ranged, "STAGING", staging)
+        patch.setattr(ranged, "_thread", threading.local())
+        groups = list(near_ranges(ranges))
+        assert sorted(itertools.chain(*groups)) == list(range(len(ranges)))
+        for group in groups:
+            parts = [(pairs[number][0], memoryview(memories[number])) for number in group]
+            if len(group) == 1 or not file.read_together(parts):
+                for offset, memory in parts:
+                    file.read_into(offset, memory)
+    file.close()
+    assert [bytes(memory) for memory in memories] == [content[a:b] for a, b in pairs]
+
+
+def test_parts_of_an_encoded_matrix_are_read_together_and_a_missing_one_is_told_by_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    generator = torch.Generator().manual_seed(0)
+    parts = {
+        f"part {i:02}": torch.randint(0, 255, (1000 + i,), dtype=torch.uint8, generator=generator)
+        for i in range(40)
+    }
+    path = tmp_path / "model.safetensors"
+    save_file(parts, path)
+    entries = find_tensors(tmp_path)
+    pieces = {"w": [Piece.whole(entries[name]) for name in reversed(parts)]}
+    out = torch.empty(sum(len(part) for part in parts.values()), dtype=torch.uint8)
+    reads = MagicMock(side_effect=os.preadv)
+    monkeypatch.setattr(os, "preadv", reads)
+    with closing(SafetensorsReader(pieces)) as reader:
+        reader.read_into("w", out)
+        if reader._files[path]._direct is not None:
+            assert reads.call_count == 1
+        assert torch.equal(out, torch.cat([parts[name] for name in reversed(parts)]))
+        overwrite_in_place(path)
+        with pytest.raises(CheckpointError, match=REWRITTEN):
+            reader.read_into("w", out)
+    os.truncate(path, path.stat().st_size - 500)
+    unchecked = {
+        name: [piece._replace(entry=piece.entry._replace(state=None)) for piece in of_one]
+        for name, of_one in pieces.items()
+    }
+    with (
+        closing(SafetensorsReader(unchecked)) as reader,
+        pytest.raises(CheckpointError, match="end of file") as info,
+    ):
+        reader.read_into("w", out)
+    assert info.value.where == f"{path}: part 39"
 
 
 def test_only_broken_pages_are_copied(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

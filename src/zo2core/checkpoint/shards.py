@@ -27,7 +27,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from zo2core.errors import CheckpointError, reason, system_error, system_errors_as
-from zo2core.io.direct_file import PAGE, RangedFile, byte_view
+from zo2core.io.direct_file import PAGE, RangedFile, byte_view, near_ranges
 from zo2core.io.durable import DisturbedFileError, FileState, open_descriptor, open_regular
 from zo2core.types import ParameterSpec, SavedPart
 
@@ -101,6 +101,14 @@ class Piece(NamedTuple):
     def saved_part(self) -> SavedPart:
         """The same range, as a writer needs it."""
         return SavedPart(self.entry.name, self.entry.shape, self.start, self.numel)
+
+
+class _Read(NamedTuple):
+    """Memory to fill from a byte of a tensor on."""
+
+    entry: TensorEntry
+    offset: int
+    out: memoryview
 
 
 def open_safetensors(path: Path) -> Any:
@@ -420,23 +428,28 @@ class SafetensorsReader:
         pieces = self._pieces[parameter]
         ends = self._ends[parameter]
         done = 0
+        reads: list[_Read] = []
         for index in range(bisect_right(ends, start), len(pieces)):
             if done == out.numel():
                 break
             entry, begin, numel = pieces[index]
             skipped = start + done - (ends[index] - numel)  # elements of the piece before the range
             part = out[done : done + numel - skipped]
-            self._read_range(entry, begin + skipped, part)
+            reads += self._read_or_convert(entry, begin + skipped, part)
             done += part.numel()
         # else memory would stay unfilled
         assert done == out.numel(), f"{parameter} ends at element {start + done}"
+        self._read_all(reads)
 
-    def _read_range(self, entry: TensorEntry, start: int, out: torch.Tensor) -> None:
+    def _read_or_convert(
+        self, entry: TensorEntry, start: int, out: torch.Tensor
+    ) -> Iterator[_Read]:
+        """The read that fills memory with a range of a tensor; none if that was converted."""
         dtype = (
             torch.uint8 if out.dtype is torch.uint8 and entry.dtype == "U8" else check_float(entry)
         )
         if dtype == out.dtype:
-            self.read_bytes(entry, start * dtype.itemsize, byte_view(out))
+            yield _Read(entry, start * dtype.itemsize, byte_view(out))
             return
         staging = torch.empty(min(_STAGING, out.numel()), dtype=dtype)
         for first in range(0, out.numel(), _STAGING):
@@ -444,6 +457,30 @@ class SafetensorsReader:
             stored = staging[: chunk.numel()]
             self.read_bytes(entry, (start + first) * dtype.itemsize, byte_view(stored))
             chunk.copy_(stored)
+
+    def _read_all(self, reads: Sequence[_Read]) -> None:
+        """Read ranges of tensors, together where they are near to one another in a file.
+
+        The parts of an encoded matrix are tensors of their own, some of a few bytes: a mixture's
+        block has thousands.
+        """
+        by_file: dict[Path, list[_Read]] = {}
+        for read in reads:
+            by_file.setdefault(read.entry.path, []).append(read)
+        for path, of_file in by_file.items():
+            ranges = [(read.entry.start + read.offset, len(read.out)) for read in of_file]
+            for numbers in near_ranges(ranges):
+                group = [of_file[number] for number in numbers]
+                if len(group) > 1 and self._read_together(path, group):
+                    continue
+                for read in group:
+                    self.read_bytes(*read)
+
+    def _read_together(self, path: Path, group: Sequence[_Read]) -> bool:
+        with refusing_changes(path):
+            return self._file(group[0].entry).read_together(
+                [(read.entry.start + read.offset, read.out) for read in group]
+            )
 
     def close(self) -> None:
         """Close the shards. A later read opens them again."""

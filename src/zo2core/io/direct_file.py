@@ -19,7 +19,7 @@ import mmap
 import os
 import tempfile
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Self
 
@@ -40,6 +40,7 @@ PAGE = 4096  # bytes; a multiple of the block size of today's disks
 # bytes of a thread's buffer, in huge pages: a chunk and the pages in which it begins and ends
 STAGING = 6 << 20
 IN_PLACE = 1 << 20  # bytes from which it pays to read the partial first and last pages separately
+NEAR = 64 << 10  # bytes that are read in about the time of a call
 MOST_OF_A_CALL = 1 << 30  # bytes; macOS refuses 2 GiB, and Linux transfers less than was asked
 
 _thread = threading.local()
@@ -103,6 +104,33 @@ class RangedFile:
                 raise EOFError(f"end of file at byte {offset + done}")
             system_calls.drop_cached(buffered, offset, len(out))
         self._require_unchanged()
+
+    def read_together(self, ranges: Sequence[tuple[int, memoryview]]) -> bool:
+        """Fill memories from byte offsets on by one read of all pages that have them.
+
+        Args:
+            ranges: Offsets and memories, in the file's order, as ``near_ranges`` groups them.
+
+        Returns:
+            Whether they are filled. They are not where the file ends early or direct I/O is refused
+            or fails: which of them cannot be read shows when they are read one by one.
+        """
+        (first, _), *_, (last, last_memory) = ranges
+        start = first - first % PAGE
+        nbytes = last + len(last_memory) - start
+        staging = _staging()[: whole_pages(nbytes)]
+        try:
+            done = self._try_direct(
+                lambda descriptor: _read_up_to(descriptor, start, staging, at_least=nbytes)
+            )
+        except OSError:
+            return False
+        if done < nbytes:
+            return False
+        for offset, out in ranges:
+            ctypes.memmove(_address(out), _address(staging) + offset - start, len(out))
+        self._require_unchanged()
+        return True
 
     def write(self, offset: int, data: memoryview) -> None:
         """Write memory at a byte offset; ``sync`` makes it durable."""
@@ -168,6 +196,32 @@ class RangedFile:
                 path = self._path if self._direct is None else system_calls.open_again(self._direct)
                 self._buffered = open_descriptor(path, self._flags)
             return self._buffered
+
+
+def near_ranges(ranges: Sequence[tuple[int, int]]) -> Iterator[list[int]]:
+    """Group byte ranges of a file that one read of their pages reaches sooner than several.
+
+    Args:
+        ranges: Offset and size of each range, not overlapping, in any order.
+
+    Returns:
+        The numbers of each group's ranges, in the file's order. A range that would be read in place
+        is by itself.
+    """
+    group: list[int] = []
+    for number in sorted(range(len(ranges)), key=ranges.__getitem__):
+        offset, nbytes = ranges[number]
+        if group:
+            start, _ = ranges[group[0]]
+            previous, length = ranges[group[-1]]
+            is_near = offset - (previous + length) <= NEAR
+            has_room = offset + nbytes - (start - start % PAGE) <= STAGING - PAGE
+            if not is_near or not has_room or max(length, nbytes) >= IN_PLACE:
+                yield group
+                group = []
+        group.append(number)
+    if group:
+        yield group
 
 
 def whole_pages(nbytes: int) -> int:
