@@ -5,13 +5,14 @@ alone on peft's model.
 import re
 import sys
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import families
 import pytest
 import torch
-from engines import memory
+from engines import assert_equal, memory
 from models import WORDS, save_classifier, save_model, save_tokenizer, small_config
 from peft_models import lora, monolithic, values_of
 from profiles import each_choice
@@ -27,9 +28,11 @@ from zo2adapters import (
     StreamedTrainerMixin,
     open_checkpoint,
 )
+from zo2adapters.models.peft_adapter import is_of_adapter
 from zo2adapters.tasks.generation import Generation, Sampling
-from zo2core import Engine, FirstOrder, HostPlan, MemoryPolicy
+from zo2core import LOMO, Engine, FirstOrder, HostPlan, MemoryPolicy, TorchOptimizer
 from zo2core.errors import CheckpointError, OptionError, UnsupportedModelError
+from zo2core.optimizers.adapter_and_base import AdapterAndBase
 
 datasets = pytest.importorskip("datasets")
 peft: Any = pytest.importorskip("peft")
@@ -436,10 +439,59 @@ def of_adapter(base: Path, output: Path, **changes: Any) -> Any:
     return made(FirstOrderTrainer, opened(base), output, **changes)
 
 
-BOTH = pytest.mark.parametrize("make", [of_adapter, full])
+BASE_LR = 5e-2
 
 
-@BOTH
+def of_both(base: Path, output: Path, **changes: Any) -> Any:
+    """An adapter and the base under it."""
+    return FirstOrderTrainer(
+        model=base,
+        args=options(output, **changes),
+        train_dataset=ROWS,
+        eval_dataset=ROWS[:5],
+        peft_config=lora(),
+        streamed=WithPolicy(policy=memory(), method="lora+lomo", base_lr=BASE_LR),
+    )
+
+
+def test_an_adapter_and_its_base_have_the_bits_of_the_engines_own_steps(
+    base: Path, tmp_path: Path
+) -> None:
+    given: dict[str, Any] = {"optim": "adamw_torch", "adam_beta2": 0.95, "max_grad_norm": 0.05}
+    trainer = of_both(base, tmp_path / "run", **given)
+    trainer.train()
+    # a warm-up of two steps, then linear to 0 at step 6
+    factors = [0.0, 0.5, 1.0, 0.75, 0.5, 0.25]
+    update = AdapterAndBase(
+        TorchOptimizer(partial(torch.optim.AdamW, weight_decay=0.1, betas=(0.9, 0.95))),
+        LOMO(weight_decay=0.1),
+        base_lr=lambda step: BASE_LR * factors[step],
+        is_of_adapter=is_of_adapter,
+    )
+    method = FirstOrder(update, lr=lambda step: 1e-2 * factors[step], clip=0.05)
+    adapter = Adapter(config=lora(), seed=42, trains_base=True)
+    with Engine(open_checkpoint(base, adapter=adapter), method) as engine:
+        for start in range(0, 12, 2):
+            batch = {key: torch.stack([row[key] for row in ROWS[start:][:2]]) for key in ROWS[0]}
+            engine.step(batch)
+        for _ in range(2):  # the second time files are replaced
+            trainer.save_model(tmp_path / "saved")
+        expected = {name: value.clone() for name, value in engine.parameters_now()}
+    assert_equal(values_now(trainer), expected)
+    whole = AutoModelForCausalLM.from_pretrained(tmp_path / "saved" / "base")
+    loaded = peft.PeftModel.from_pretrained(whole, tmp_path / "saved" / "adapter")
+    saved = {
+        name.removeprefix("base_model.model."): value for name, value in loaded.named_parameters()
+    }
+    assert_equal({name: saved[name] for name in expected}, expected)
+    of_base = loaded.peft_config["default"].base_model_name_or_path
+    assert of_base == str(tmp_path / "saved" / "base")
+
+
+EACH = pytest.mark.parametrize("make", [of_adapter, full, of_both])
+
+
+@EACH
 def test_a_resumed_run_is_the_one_that_was_not_interrupted(
     make: Any, base: Path, tmp_path: Path
 ) -> None:
@@ -451,7 +503,7 @@ def test_a_resumed_run_is_the_one_that_was_not_interrupted(
     assert again.state.global_step == 6
     expected = values_now(whole)
     assert all(torch.equal(value, expected[name]) for name, value in values_now(again).items())
-    if make is full:
+    if make is not of_adapter:
         assert again.engine.version == 6
         (snapshot,) = middle.glob("snapshot-*.safetensors")
         snapshot.unlink()
@@ -459,7 +511,7 @@ def test_a_resumed_run_is_the_one_that_was_not_interrupted(
             make(base, tmp_path / "run", **saved).train(resume_from_checkpoint=str(middle))
 
 
-@BOTH
+@EACH
 def test_the_best_model_is_loaded_at_the_end_and_peft_loads_adapters(
     make: Any, base: Path, tmp_path: Path
 ) -> None:
@@ -473,7 +525,7 @@ def test_the_best_model_is_loaded_at_the_end_and_peft_loads_adapters(
     ours.train()
     losses = {row["step"]: row["eval_loss"] for row in ours.state.log_history if "eval_loss" in row}
     assert ours.evaluate()["eval_loss"] == pytest.approx(min(losses.values()), rel=1e-6)
-    if make is full:
+    if make is not of_adapter:
         return
     for _ in range(2):  # the second time files are replaced
         ours.save_model(tmp_path / "saved")
@@ -552,6 +604,24 @@ REFUSED: list[tuple[type[Any], Any, dict[str, Any], str]] = [
         "method: found lomo; expected lora, or adamw or sgd, for an adapter",
     ),
     (FullTrainer, str, {"optimizers": (object(), None)}, "optim names the optimizer"),
+    (
+        FirstOrderTrainer,
+        opened,
+        {"streamed": StreamedArguments(method="lora+lomo", base_lr=1e-3)},
+        r"model: found a base that is only read; .*trains_base=True",
+    ),
+    (
+        FirstOrderTrainer,
+        open_checkpoint,
+        {"streamed": StreamedArguments(method="lora+lomo", base_lr=1e-3)},
+        r"model: found no adapter; .*trains_base=True",
+    ),
+    (
+        FirstOrderTrainer,
+        lambda base: open_checkpoint(base, adapter=Adapter(config=lora(), trains_base=True)),
+        {},
+        r"model: found a base that is trained beside its adapter; .*method='lora\+lomo'",
+    ),
     (FullTrainer, str, {"optimizer_cls_and_kwargs": (object, {})}, "optim names the optimizer"),
 ]
 

@@ -48,6 +48,7 @@ from zo2adapters import (
 )
 from zo2adapters.commands.train import Train
 from zo2adapters.frameworks import arguments as framework_arguments
+from zo2adapters.frameworks.saved_run import save_files
 from zo2adapters.tasks.option_tree import declared
 from zo2adapters.tasks.rows import RowReader, training_batches
 from zo2adapters.trainers.optimization import Noise, Optimization
@@ -733,7 +734,7 @@ REFUSED: list[tuple[Callable[[Path, Path], object], str]] = [
     ),
     (
         lambda base, run: full(base, run, method="lora+lomo"),
-        r"method: found lora\+lomo; expected a method with one optimizer",
+        "base_lr: found nothing; expected a learning rate of the base",
     ),
     (
         lambda base, run: full(base, run, method="lomo", optim="sgd"),
@@ -1165,10 +1166,12 @@ def killed_at(place: int) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patched:
         for method in ("replace", "rename", "unlink"):
             patched.setattr(Path, method, counted(getattr(Path, method)))
-        patched.setattr(
-            tempfile.TemporaryDirectory, "__exit__", lambda self, *_: self._finalizer.detach()
-        )
+        patched.setattr(tempfile.TemporaryDirectory, "__exit__", leave_behind)
         yield
+
+
+def leave_behind(directory: Any, *_: object) -> None:
+    directory._finalizer.detach()
 
 
 def are_equal(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
@@ -1227,3 +1230,27 @@ def test_a_kill_while_a_model_is_saved_again_leaves_a_whole_one(
         trainer.save_model(directory)
         assert contents(directory) == contents(tmp_path / "later")
     assert {(False, 1), (True, 1)} <= seen
+
+
+def test_a_kill_while_an_adapter_and_its_base_are_saved_again_never_mixes_two_of_them(
+    tmp_path: Path,
+) -> None:
+    def save(directory: Path, content: str) -> None:
+        def write(written: Path) -> None:
+            for folder in ("adapter", "base"):
+                (written / folder).mkdir(parents=True)
+                (written / folder / "weights").write_text(content)
+
+        save_files(directory, write)
+
+    save(tmp_path / "earlier", "earlier")
+    for place in range(20):
+        directory = Path(shutil.copytree(tmp_path / "earlier", tmp_path / str(place)))
+        with killed_at(place), suppress(Killed):
+            save(directory, "later")
+            break
+        left = {path.parent.name: path.read_text() for path in directory.glob("*/weights")}
+        assert "adapter" not in left or left["adapter"] == left.get("base"), place
+        save(directory, "later")
+        assert {path.read_text() for path in directory.glob("*/weights")} == {"later"}
+    assert place > 2

@@ -22,8 +22,20 @@ from zo2adapters import (
     StreamedLightningModule,
     open_checkpoint,
 )
-from zo2core import Distribution, Engine, Guarded, MeZOSGD, PhiloxNoise, TorchOptimizer, ZerothOrder
+from zo2adapters.models.peft_adapter import is_of_adapter
+from zo2core import (
+    LOMO,
+    Distribution,
+    Engine,
+    FirstOrder,
+    Guarded,
+    MeZOSGD,
+    PhiloxNoise,
+    TorchOptimizer,
+    ZerothOrder,
+)
 from zo2core.errors import CheckpointError, JournalError, OptionError, ZO2Warning
+from zo2core.optimizers.adapter_and_base import AdapterAndBase
 
 lightning = pytest.importorskip("lightning.pytorch")
 callbacks = pytest.importorskip("lightning.pytorch.callbacks")
@@ -343,7 +355,41 @@ def test_all_parameters_have_the_bits_of_a_plain_loop(base: Path, tmp_path: Path
     )
 
 
-@pytest.mark.parametrize("make", [module, first_order, full_module])
+def both_module(base: Path) -> StreamedLightningModule:
+    """An adapter and the base under it."""
+    peft: Any = pytest.importorskip("peft")
+    adapter = Adapter(config=peft.LoraConfig(**LORA), seed=1, trains_base=True)
+    given = LightningArguments(
+        method="lora+lomo", base_lr=5e-2, lr=1e-2, weight_decay=0.1, max_grad_norm=0.5
+    )
+    return StreamedLightningModule(open_checkpoint(base, adapter=adapter), given, lr_lambda=halving)
+
+
+def test_an_adapter_and_its_base_have_the_bits_of_the_engines_own_steps(
+    base: Path, tmp_path: Path
+) -> None:
+    ours, model = both_module(base), both_module(base).block_model
+    trainer(tmp_path, 6).fit(ours, ResumableLoader())
+    update = AdapterAndBase(
+        TorchOptimizer(partial(torch.optim.AdamW, weight_decay=0.1)),
+        LOMO(weight_decay=0.1),
+        base_lr=lambda step: 5e-2 * halving(step),
+        is_of_adapter=is_of_adapter,
+    )
+    method = FirstOrder(update, lr=lambda step: 1e-2 * halving(step), clip=0.5)
+    with Engine(model, method) as engine:
+        for batch in BATCHES[:6]:
+            engine.step(batch)
+        assert_equal(weights(ours.engine), weights(engine))
+    with pytest.raises(OptionError, match=r"optimizer: found one; expected none with lora\+lomo"):
+        StreamedLightningModule(ours.block_model, ours.arguments, optimizer=update)
+    with pytest.raises(OptionError, match="model: found no adapter"):
+        StreamedLightningModule(open_checkpoint(base), ours.arguments)
+    with pytest.raises(OptionError, match="base_lr: found nothing"):
+        StreamedLightningModule(model, LightningArguments(method="lora+lomo"))
+
+
+@pytest.mark.parametrize("make", [module, first_order, full_module, both_module])
 def test_a_resumed_run_is_the_one_that_was_not_interrupted(
     make: Callable[[Path], Any], base: Path, tmp_path: Path
 ) -> None:

@@ -30,7 +30,9 @@ from zo2adapters.models.checkpoint import open_checkpoint
 from zo2adapters.models.hf import HFBlockModel, HFHeadModel
 from zo2adapters.models.library_names import names_of, require_attributes
 from zo2adapters.models.peft_adapter import Adapter
+from zo2adapters.models.peft_model import PeftBlockModel
 from zo2adapters.tasks.option_tree import (
+    BOTH,
     ZEROTH,
     MethodName,
     Option,
@@ -277,14 +279,27 @@ class Kind(Enum):
     ZEROTH_ORDER = "all parameters, or an adapter, without gradients"
     ADAPTER = "an adapter, by gradients"
     FULL = "all parameters, by gradients"
+    BOTH = "an adapter and the base under it, by gradients"
+
+    @property
+    def has_adapter(self) -> bool:
+        """Whether an adapter is trained by gradients."""
+        return self in (Kind.ADAPTER, Kind.BOTH)
+
+    @property
+    def trains_all(self) -> bool:
+        """Whether all parameters are trained by gradients."""
+        return self in (Kind.FULL, Kind.BOTH)
 
 
 def kind_of(arguments: MethodArguments, *, has_adapter: bool) -> Kind:
     """What a method trains of a model, with an adapter or without one."""
     if arguments.optimizer is None:
         return Kind.ZEROTH_ORDER
-    both = "a method with one optimizer; zo2 train trains an adapter and the base under it"
-    refuse(Refusal(arguments.trains_both, "method", arguments.method, both, "pass lora, or lomo"))
+    if arguments.trains_both:
+        arguments.require_base_lr()
+        require_valid(arguments, has_adapter=True)
+        return Kind.BOTH
     if has_adapter and arguments.optimizer not in OF_ADAPTERS:
         expected = f"lora, or {' or '.join(OF_ADAPTERS)}, for an adapter"
         raise OptionError(
@@ -292,6 +307,31 @@ def kind_of(arguments: MethodArguments, *, has_adapter: bool) -> Kind:
         )
     require_valid(arguments, has_adapter=has_adapter)
     return Kind.ADAPTER if has_adapter or arguments.method == "lora" else Kind.FULL
+
+
+def require_trainable_base(model: HFBlockModel, kind: Kind) -> None:
+    """Refuse a model whose base is trained beside an adapter, or only read, as the method is
+    not.
+    """
+    trains_base = isinstance(model, PeftBlockModel) and model.adapter.trains_base
+    found = "a base that is only read" if isinstance(model, PeftBlockModel) else "no adapter"
+    opened = "open_checkpoint(model, adapter=Adapter(config=..., trains_base=True))"
+    refuse(
+        Refusal(
+            kind is Kind.BOTH and not trains_base,
+            "model",
+            found,
+            f"an adapter and a base that are both trained by {BOTH}",
+            f"pass {opened}",
+        ),
+        Refusal(
+            kind is Kind.ADAPTER and trains_base,
+            "model",
+            "a base that is trained beside its adapter",
+            "one that is only read",
+            f"pass method={BOTH!r}, or leave trains_base out",
+        ),
+    )
 
 
 # Arguments for gradients and for models that are whole in memory, which must have their default
@@ -349,10 +389,13 @@ FULL: Mapping[str, str | None] = {
     **_FIRST_ORDER,
     "optimizer_cls_and_kwargs": _FIRST_ORDER["optimizers"],
 }
+OF_ADAPTER_CONFIG: Mapping[str, str | None] = {
+    "optim_target_modules": "leave it out: the adapter's config names the modules",
+}
 ADAPTER: Mapping[str, str | None] = {
     **_FIRST_ORDER,
+    **OF_ADAPTER_CONFIG,
     "optimizer_cls_and_kwargs": None,
-    "optim_target_modules": "leave it out: the adapter's config names the modules",
     "ref_model": (
         "leave it out: the reference is the model with the adapter that training starts from"
     ),
@@ -480,10 +523,10 @@ def require_supported(
 
 
 def with_optimizer(args: TrainingArguments, method: MethodName) -> TrainingArguments:
-    """The arguments with the optimizer of a method; lora and adamw leave it to ``optim``. The
+    """The arguments with the optimizer of a method; adapters and adamw leave it to ``optim``. The
     caller's stay as they are.
     """
-    if optimizer_of(method) in (None, "adamw"):
+    if method == BOTH or optimizer_of(method) in (None, "adamw"):
         return args
     if args.optim != method:
         _require_default("optim", args, f"leave it out: {method} is the optimizer")

@@ -12,12 +12,17 @@ from typing import Any
 import torch
 from torch import nn
 
-from zo2adapters.frameworks.arguments import Kind, LightningArguments, kind_of
+from zo2adapters.frameworks.arguments import (
+    Kind,
+    LightningArguments,
+    kind_of,
+    require_trainable_base,
+)
 from zo2adapters.frameworks.saved_run import JOURNAL, read_journal
 from zo2adapters.models.hf import HFBlockModel
 from zo2adapters.models.peft_model import PeftBlockModel
 from zo2adapters.optional_package import optional_package
-from zo2adapters.tasks.option_tree import Refusal, refuse
+from zo2adapters.tasks.option_tree import BOTH, Refusal, refuse
 from zo2core import Batch, BlockUpdate, Engine, Forward, Journal
 from zo2core.errors import CheckpointError, JournalError, OptionError, ZO2Warning
 from zo2core.optimizers.registry import OPTIMIZERS
@@ -54,7 +59,8 @@ class StreamedLightningModule(lightning.LightningModule):  # type: ignore[misc, 
     and else the adapter; ``export`` writes the model.
 
     Args:
-        model: Model from ``open_checkpoint``; with ``lora`` one with an adapter.
+        model: Model from ``open_checkpoint``; with ``lora`` one with an adapter, and with
+            ``lora+lomo`` one whose ``Adapter`` has ``trains_base=True``.
         arguments: The method and its options.
         lr_lambda: Maps a 0-based step to a factor of the learning rate; None: constant.
         optimizer: With a first-order method: what takes the place of the method's optimizer. A
@@ -97,6 +103,7 @@ class StreamedLightningModule(lightning.LightningModule):  # type: ignore[misc, 
         self._to_evaluate: list[Batch] = []
         has_adapter = isinstance(model, PeftBlockModel)
         kind = kind_of(arguments, has_adapter=has_adapter)
+        require_trainable_base(model, kind)
         self._kind = kind
         self.automatic_optimization = kind is Kind.ADAPTER
         unused = "no such option: zeroth-order steps have an estimator"
@@ -105,11 +112,18 @@ class StreamedLightningModule(lightning.LightningModule):  # type: ignore[misc, 
                 kind is Kind.ZEROTH_ORDER and optimizer is not None, "optimizer", "one", unused
             ),
             Refusal(
-                kind is Kind.FULL and not isinstance(optimizer, BlockUpdate | None),
+                kind.trains_all and not isinstance(optimizer, BlockUpdate | None),
                 "optimizer",
                 f"a {type(optimizer).__name__}",
                 "a BlockUpdate, since all parameters are trained",
                 "pass LOMO(), or TorchOptimizer(...)",
+            ),
+            Refusal(
+                kind is Kind.BOTH and optimizer is not None,
+                "optimizer",
+                "one",
+                f"none with {BOTH}: AdamW trains the adapter, and LOMO the base",
+                "leave it out, or take steps of Engine",
             ),
             Refusal(
                 kind is Kind.ADAPTER and arguments.max_grad_norm is not None,
@@ -162,26 +176,31 @@ class StreamedLightningModule(lightning.LightningModule):  # type: ignore[misc, 
                 seed=arguments.seed,
                 device=arguments.device,
             )
-        update = None
-        if self._kind is Kind.FULL:
-            update = (
-                self._optimizer
-                if isinstance(self._optimizer, BlockUpdate)
-                else arguments.block_update(
-                    weight_decay=arguments.weight_decay, seed=arguments.seed
-                )
-            )
         return arguments.open_first_order(
             self.block_model,
-            update,
+            self._block_update() if self._kind.trains_all else None,
             lr=self._present_lr,
             clip=arguments.max_grad_norm,
             clip_per=arguments.max_grad_norm_per,
             device=arguments.device,
         )
 
+    def _block_update(self) -> BlockUpdate:
+        """The optimizer of all parameters."""
+        arguments = self.arguments
+        if isinstance(self._optimizer, BlockUpdate):
+            return self._optimizer
+        return arguments.block_update(
+            weight_decay=arguments.weight_decay,
+            base_lr=self._present_base_lr if self._kind is Kind.BOTH else None,
+            seed=arguments.seed,
+        )
+
     def _present_lr(self, step: int) -> float:
         return float(self.optimizers().param_groups[0]["lr"])
+
+    def _present_base_lr(self, step: int) -> float:
+        return float(self.optimizers().param_groups[1]["lr"])
 
     def configure_optimizers(self) -> Any:
         """Create the optimizer and its schedule; where the engine takes the steps, one whose
@@ -196,7 +215,12 @@ class StreamedLightningModule(lightning.LightningModule):  # type: ignore[misc, 
     def _made_optimizer(self) -> torch.optim.Optimizer:
         arguments = self.arguments
         if self._kind is not Kind.ADAPTER:
-            return torch.optim.SGD([torch.zeros(0, requires_grad=True)], lr=arguments.rate)
+            rates = [arguments.rate]
+            if arguments.base_lr is not None:
+                rates.append(arguments.base_lr)
+            return torch.optim.SGD(
+                [{"params": [torch.zeros(0, requires_grad=True)], "lr": rate} for rate in rates]
+            )
         parameters = list(self.engine.parameters.values())
         if self._optimizer is not None:
             make: Any = self._optimizer
@@ -243,7 +267,7 @@ class StreamedLightningModule(lightning.LightningModule):  # type: ignore[misc, 
         """Add to a checkpoint what the engine has: the journal and its number of steps, or weights,
         optimizer states and the number of steps.
         """
-        if self._kind is Kind.FULL:
+        if self._kind.trains_all:
             checkpoint[_STATE] = self.engine.state_dict()
         if self._kind is Kind.ZEROTH_ORDER:
             checkpoint[JOURNAL] = self.engine.journal.excerpt(0).decode()
@@ -259,7 +283,7 @@ class StreamedLightningModule(lightning.LightningModule):  # type: ignore[misc, 
             CheckpointError: if the state is missing, or of another model or optimizer.
         """
         remedy = "pass a checkpoint that this module saved"
-        if self._kind is Kind.FULL:
+        if self._kind.trains_all:
             if _STATE not in checkpoint:
                 found = "no weights and optimizer states"
                 expected = "those of a run of all parameters"

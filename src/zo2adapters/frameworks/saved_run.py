@@ -4,7 +4,9 @@ Note: Saving into a directory again. The new files are written into a temporary 
 and renamed from there. So a kill at any moment leaves a whole model, the earlier or the new one,
 and a whole journal. One rename decides which weights are used: that of ``model.safetensors``, or of
 the index. The index's shards are in place by then, under names that the earlier index does not use.
-The next save removes what a killed process left.
+The next save removes what a killed process left. An adapter and the base that was trained with it
+are two folders, which no single rename replaces: the earlier adapter is removed first, and the new
+one put in place last, so that a kill leaves no adapter rather than one beside another base.
 """
 
 from __future__ import annotations
@@ -18,6 +20,8 @@ from pathlib import Path
 
 from transformers import PreTrainedModel
 
+from zo2adapters.models.adapter_files import CONFIG_FILE
+from zo2adapters.models.model_files import ADAPTER_FOLDER
 from zo2core import Journal
 from zo2core.build import JOURNAL as JOURNAL
 from zo2core.errors import JournalError, OutputError, system_errors_as
@@ -57,7 +61,11 @@ def _put_in_place(written: Path, directory: Path, *, replaced: Path) -> None:
             sync_path(path)
     decisive = [written / name for name in (_SINGLE, _INDEX) if (written / name).exists()]
     _use_free_names(written, directory)
-    for path in sorted(written.iterdir()):
+    adapter = directory / ADAPTER_FOLDER
+    if adapter.is_dir():
+        adapter.rename(replaced / ADAPTER_FOLDER)
+        sync_path(directory)
+    for path in sorted(written.iterdir(), key=lambda path: path.name == ADAPTER_FOLDER):
         if path not in decisive:
             _replace(path, directory / path.name, replaced)
     sync_path(directory)  # shards are durable before the index that names them
@@ -130,6 +138,13 @@ def write_token_ids(model: PreTrainedModel, directory: Path) -> None:
         completed = values | {key: value for key, value in ids.items() if value is not None}
         if completed != values:
             path.write_text(json.dumps(completed, indent=2) + "\n", encoding="utf-8")
+
+
+def name_base(adapter: Path, base: Path) -> None:
+    """Name the base that belongs to an exported adapter in its config."""
+    path = adapter / CONFIG_FILE
+    values = json.loads(path.read_bytes()) | {"base_model_name_or_path": str(base.resolve())}
+    path.write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
 
 
 def read_journal(path: Path, version: int | None, *, name: str | None = None) -> Journal:

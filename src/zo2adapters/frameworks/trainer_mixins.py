@@ -22,7 +22,7 @@ from transformers import Trainer
 
 from zo2adapters.frameworks import arguments
 from zo2adapters.frameworks.arguments import StreamedArguments
-from zo2adapters.frameworks.saved_run import save_files, write_token_ids
+from zo2adapters.frameworks.saved_run import save_files
 from zo2adapters.frameworks.trainer_steps import STEPS, ZerothOrderTrainerSteps
 from zo2adapters.models.hf import CalledForward, HFBlockModel
 from zo2adapters.models.library_names import names_of, require_attributes
@@ -62,6 +62,9 @@ class StreamedTrainerMixin(_Trainer):  # type: ignore[misc]
       parameters by gradients; with ``adamw``, ``optim`` may name another optimizer whose state
       belongs to single parameters. ``max_grad_norm``, which trainers set to 1, takes a second
       backward pass; 0 turns it off. Checkpoints have the state from which training goes on.
+    - ``lora+lomo`` trains an adapter by the trainer's optimizer and the base under it by LOMO, in
+      one step. ``base_lr`` follows the trainer's schedule, as its learning rate does. Models and
+      checkpoints have the base in ``base/``, and the adapter in ``adapter/``.
     - ``zeroth-order`` and ``mezo`` take no gradient. If the trainer's loss is the model's own, over
       labelled tokens, a step is ``engine.step(batch)``, bit for bit. Any other ``compute_loss``
       runs when the sweep visits the head. DPO's reference is the base checkpoint.
@@ -99,7 +102,7 @@ class StreamedTrainerMixin(_Trainer):  # type: ignore[misc]
     ) -> None:
         streamed = self.default_arguments if streamed is None else streamed
         kind = arguments.kind_of(streamed, has_adapter=_has_adapter(model, peft_config))
-        if kind is arguments.Kind.ADAPTER:
+        if kind.has_adapter:
             _require_one_adapter(model, peft_config)
         else:
             options["peft_config"] = peft_config
@@ -115,8 +118,10 @@ class StreamedTrainerMixin(_Trainer):  # type: ignore[misc]
         args = arguments.with_optimizer(args, streamed.method)
         args = arguments.with_precomputed_reference(args, options)
         if peft_config is not None and not isinstance(peft_config, Adapter):
-            peft_config = Adapter(config=peft_config, seed=args.seed)
+            trains_base = kind is arguments.Kind.BOTH
+            peft_config = Adapter(config=peft_config, seed=args.seed, trains_base=trains_base)
         self.block_model = arguments.open_model(model, args, type(self), peft_config)
+        arguments.require_trainable_base(self.block_model, kind)
         arguments.require_router_loss(self.block_model, args)
         self._method = STEPS[kind](self, streamed, self.block_model)
         # batches of an unfinished step, with gradient accumulation
@@ -318,8 +323,7 @@ class StreamedTrainerMixin(_Trainer):  # type: ignore[misc]
             if is_checkpoint and not self._method.exports_checkpoints:
                 written.mkdir()
             else:
-                self.engine.export(written)
-                write_token_ids(self.model, written)
+                self._method.export(written, directory)
             if is_checkpoint:
                 self._method.write_state(written)
             if with_settings:

@@ -7,7 +7,7 @@ from __future__ import annotations
 import math
 import re
 from abc import abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from types import MappingProxyType
@@ -19,15 +19,18 @@ from transformers import AutoConfig, Trainer, TrainerState
 
 from zo2adapters.frameworks import arguments
 from zo2adapters.frameworks.arguments import Kind, StreamedArguments
-from zo2adapters.frameworks.saved_run import JOURNAL, read_journal
+from zo2adapters.frameworks.saved_run import JOURNAL, name_base, read_journal, write_token_ids
 from zo2adapters.models.adapter_files import WEIGHTS_FILE, read_values
 from zo2adapters.models.hf import CalledForward, HFBlockModel
 from zo2adapters.models.library_names import names_of
+from zo2adapters.models.model_files import ADAPTER_FOLDER, BASE_FOLDER
+from zo2adapters.models.peft_adapter import is_of_adapter
 from zo2adapters.models.peft_model import PeftBlockModel
 from zo2core import LOMO, AdaLOMO, Batch, BlockUpdate, Engine, Journal, TorchOptimizer
 from zo2core.errors import OptionError
 from zo2core.journal.journal import copy_journal
 from zo2core.journal.snapshots import Snapshot, Snapshots
+from zo2core.optimizers.adapter_and_base import AdapterAndBase
 from zo2core.optimizers.registry import make_block_update
 
 with names_of("transformers"):
@@ -106,6 +109,11 @@ class TrainerSteps:
     def is_models_own_loss(self) -> bool:
         """Whether the engine computes the loss that the trainer asks for by itself."""
         return False
+
+    def export(self, written: Path, directory: Path) -> None:
+        """Write the model into a directory, whose files will be in another one."""
+        self.engine.export(written)
+        write_token_ids(self.trainer.model, written)
 
     def write_state(self, directory: Path) -> None:
         """Write what training needs to continue besides the model and the trainer's files."""
@@ -303,6 +311,48 @@ class FullTrainerSteps(TrainerSteps):
         self.engine.load_state_dict(snapshots.read(max(snapshots.steps, default=0)).state)
 
 
+class AdapterAndBaseTrainerSteps(FullTrainerSteps):
+    """First-order steps of an adapter, by the optimizer that ``optim`` names, and of the base under
+    it, by LOMO.
+    """
+
+    remedies = MappingProxyType({**arguments.FULL, **arguments.OF_ADAPTER_CONFIG})
+
+    def optimizer(self) -> torch.optim.Optimizer | None:
+        """The optimizer whose two learning rates the schedule sets, of adapter and base."""
+        optimizer = super().optimizer()
+        assert optimizer is not None, "the engine takes the steps"
+        of_base = {"params": [torch.zeros(0, requires_grad=True)], "lr": self.streamed.base_lr}
+        optimizer.add_param_group(of_base)
+        return optimizer
+
+    def _base_lr(self, step: int) -> float:
+        """The base's learning rate that the trainer's schedule has set."""
+        return float(self.trainer.optimizer.param_groups[1]["lr"])
+
+    def _update(self) -> BlockUpdate:
+        """The optimizer that ``optim`` names for the adapter, and LOMO for the base."""
+        return AdapterAndBase(
+            super()._update(),
+            LOMO(weight_decay=self.trainer.args.weight_decay),
+            base_lr=self._base_lr,
+            is_of_adapter=is_of_adapter,
+        )
+
+    def decaying(self) -> list[str]:
+        """Names of the adapter's parameters that decay; of the base all do."""
+        assert isinstance(self.model, PeftBlockModel), "other models were refused"
+        return _without_biases(self.model.adapter.parameters)
+
+    def export(self, written: Path, directory: Path) -> None:
+        """Write base and adapter into folders, of which the adapter names where the base will
+        be.
+        """
+        self.engine.export(written)
+        write_token_ids(self.trainer.model, written / BASE_FOLDER)
+        name_base(written / ADAPTER_FOLDER, directory / BASE_FOLDER)
+
+
 class AdapterTrainerSteps(TrainerSteps):
     """First-order steps of an adapter, which the trainer's optimizer takes."""
 
@@ -348,7 +398,7 @@ class AdapterTrainerSteps(TrainerSteps):
 
     def decaying(self) -> list[str]:
         """Names of the adapter's parameters that decay: those of neither biases nor norms."""
-        return [name for name in self.engine.parameters if not _NO_DECAY.search(name.lower())]
+        return _without_biases(self.engine.parameters)
 
     @contextmanager
     def reference(self) -> Iterator[Engine]:
@@ -375,7 +425,13 @@ STEPS: Mapping[Kind, type[TrainerSteps]] = {
     Kind.ZEROTH_ORDER: ZerothOrderTrainerSteps,
     Kind.FULL: FullTrainerSteps,
     Kind.ADAPTER: AdapterTrainerSteps,
+    Kind.BOTH: AdapterAndBaseTrainerSteps,
 }
+
+
+def _without_biases(names: Iterable[str]) -> list[str]:
+    """Names of parameters without biases and norms, as ``transformers.Trainer`` tells them."""
+    return [name for name in names if not _NO_DECAY.search(name.lower())]
 
 
 def _copies(engine: Engine) -> dict[str, torch.Tensor]:

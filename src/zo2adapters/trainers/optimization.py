@@ -180,12 +180,6 @@ class StepSize(PerturbationScale):
     By default 2e-4 with lora and lora+lomo, and 1e-6 with mezo and zeroth-order, which suits large
     models. Other methods have no default.
     """
-    base_lr: Annotated[
-        float | None, Option("schedule", Change.BRANCH, OF_BOTH, number(above=0, most=1))
-    ] = None
-    """With --method lora+lomo: peak learning rate of the base, by LOMO, such as 1e-3; --lr is that
-    of the adapter. Both decay alike.
-    """
     weight_decay: Annotated[float, Option("schedule", Change.BRANCH, check=number(least=0))] = 0.0
     """Weight decay of the optimizer, for all trained parameters.
 
@@ -491,6 +485,18 @@ class BlockUpdates(StepMethod):
     vanish in float16, by the rules of torch.amp.GradScaler. Steps whose gradients overflow are
     skipped. It takes a second backward pass.
     """
+    base_lr: Annotated[
+        float | None, Option("schedule", Change.BRANCH, OF_BOTH, number(above=0, most=1))
+    ] = None
+    """With --method lora+lomo: peak learning rate of the base, by LOMO, such as 1e-3; --lr is that
+    of the adapter. Both decay alike.
+    """
+
+    def require_base_lr(self) -> None:
+        """Refuse a method that trains the base under an adapter without a learning rate of it."""
+        expected = "a learning rate of the base, which has none by default"
+        is_missing = self.trains_both and self.base_lr is None
+        refuse(Refusal(is_missing, "base_lr", "nothing", expected, "pass one, such as 1e-3"))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -573,7 +579,11 @@ class FirstOrderSteps(BlockUpdates):
         return (clips_together and self.optimizer != "badam") or self.loss_scaling
 
     def block_update(
-        self, *, weight_decay: float, base_lr: LearningRate | None = None, seed: int = 0
+        self,
+        *,
+        weight_decay: float,
+        base_lr: Callable[[int], float] | None = None,
+        seed: int = 0,
     ) -> BlockUpdate:
         """The optimizer of all parameters; ``base_lr``: that of the base under an adapter."""
         from zo2core import Delayed, TorchOptimizer
@@ -596,7 +606,7 @@ class FirstOrderSteps(BlockUpdates):
             update = TorchOptimizer(factory, options={**update.options, "state_bits": 8})
         return Delayed(update) if self.delayed_update else update
 
-    def _of_both(self, weight_decay: float, base_lr: LearningRate) -> BlockUpdate:
+    def _of_both(self, weight_decay: float, base_lr: Callable[[int], float]) -> BlockUpdate:
         """AdamW for the adapter, and LOMO for the base."""
         import torch
 

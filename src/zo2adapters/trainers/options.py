@@ -818,17 +818,8 @@ class RunOptions(Seeded):
             return
         method, lr = self.optimization.method, self.optimization.lr
         expected = f"a learning rate for {method}, which has none by default"
-        no_base_lr = self.optimization.trains_both and self.optimization.base_lr is None
-        refuse(
-            Refusal(lr is None, "lr", "nothing", expected, "pass --lr auto, or such as 1e-5"),
-            Refusal(
-                no_base_lr,
-                "base_lr",
-                "nothing",
-                "a learning rate of the base, which has none by default",
-                "pass --base-lr, such as 1e-3",
-            ),
-        )
+        refuse(Refusal(lr is None, "lr", "nothing", expected, "pass --lr auto, or such as 1e-5"))
+        self.optimization.require_base_lr()
 
 
 @dataclass(frozen=True, kw_only=True)
