@@ -429,7 +429,9 @@ def try_family(model_type: str, targets: Sequence[str] | None) -> dict[str, Any]
                 for dtype in DTYPES
             }
         model.save_pretrained(folder)
-        resident = partial(AutoModelForCausalLM.from_pretrained, folder, dtype=torch.float32)
+        # of the class that the checkpoint names, whose layers' names the adapter has
+        loaded_class = class_of(model.config)
+        resident = partial(loaded_class.from_pretrained, folder, dtype=torch.float32)
         return {
             "float32": tried(lambda: train_lora(Path(folder), targets, resident)[1], Path(folder))
         }
