@@ -75,6 +75,11 @@ def fused_calls(monkeypatch: pytest.MonkeyPatch) -> list[torch.Size]:
     return calls
 
 
+def has_known_orders(rows: int, rank: int, *widths: int) -> bool:
+    """Whether this machine's library adds in orders that are known, so that layers are fused."""
+    return all(thin.sums_in_order(rows, rank, width) for width in widths)
+
+
 @pytest.mark.few(9)
 @pytest.mark.parametrize(
     ("dtype", "rank", "shape", "bias"),
@@ -94,7 +99,8 @@ def test_a_fused_layer_has_the_bits_of_pefts(
     calls = fused_calls(monkeypatch)
     for value, of_peft in zip(gradients(model, x), expected, strict=True):
         torch.testing.assert_close(value, of_peft, rtol=0, atol=0)
-    assert len(calls) == 6, "three layers, forward and back"
+    is_fused = has_known_orders(x.numel() // 40, rank, 40, 72)
+    assert len(calls) == (6 if is_fused else 0), "three layers, forward and back"
     with torch.no_grad():
         torch.testing.assert_close(model(x), expected[0], rtol=0, atol=0)
 
@@ -187,7 +193,8 @@ def test_an_engine_runs_fused_layers_with_the_bits_of_pefts(
     assert outcome(tmp_path / "fused", is_fused=True) == plain
     names = ["q_proj", "up_proj"] * 2 + ["lm_head"]
     forwards = 3 * 2 + 1  # each step runs a segment twice, unless its graph is kept
-    assert len(calls) >= (forwards - 3) * len(names), "layers of blocks are fused, too"
+    if has_known_orders(14, 8, 64, 20, 40):
+        assert len(calls) >= (forwards - 3) * len(names), "layers of blocks are fused, too"
     adapters = (
         load_file(tmp_path / name / "adapter_model.safetensors") for name in ("plain", "fused")
     )
