@@ -250,6 +250,10 @@ def test_a_cell_says_what_holds(family: str, form: str, expected: str, tmp_path:
     assert formats.outcome(family, form, tmp_path).startswith(expected)
 
 
+def test_a_model_that_reads_images_is_compared_as_the_class_of_its_checkpoint() -> None:
+    assert families.try_family("mllama", ["auto"])["float32"]["outcome"] == "equal"
+
+
 def test_steps_that_differ_are_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
         families, "trained_by_peft", lambda *arguments, steps: ([0.0] * formats.STEPS, {})
