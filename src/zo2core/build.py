@@ -50,6 +50,7 @@ from zo2core.methods.stages import Stage
 from zo2core.methods.states import (
     AdapterState,
     DiskState,
+    DividedState,
     RunState,
     StoredState,
     TrainedState,
@@ -97,6 +98,7 @@ from zo2core.sweep.perturbers import (
 from zo2core.sweep.trained_weights import AdapterWeights, StoredWeights, TrainedWeights
 from zo2core.sweep.visitor import HostReplay, UpdateLoss, Visits, sole_use
 from zo2core.workers.agreement import common_step, require_agreement, sync_journals
+from zo2core.workers.divided_states import DividedStates
 from zo2core.workers.workers import BLOCKS, Workers
 
 Method: TypeAlias = ZerothOrder | FirstOrder | AtSnapshot
@@ -628,10 +630,12 @@ def _choose_state(
         adapter_steps = AdapterSteps(run, run.model, method, adapter)
         adapter.resume()
         return OpenedRun(run, adapter, adapter_steps)
-    update = method.update
+    update = method.update_of(run.segments.layouts, run.workers)
     assert update is not None, "an adapter was trained otherwise"
     fused: StoredState | DiskState
-    if run.segments.committed is None:
+    if isinstance(update, DividedStates):
+        fused = DividedState(run, trained, method, update)
+    elif run.segments.committed is None:
         fused = StoredState(run, trained, method, update)
     else:
         fused = DiskState(run, trained, method, update, run.segments.committed)
@@ -660,7 +664,8 @@ def request_of(inputs: RunInputs, *, workers: int = 1) -> RunRequest:
         )
     if isinstance(method, ZerothOrder):
         return request
-    update, layouts = method.update, model.layouts
+    layouts = model.layouts
+    update = method.update_of(layouts, inputs.options.workers)
     if update is None:
         copies_of_workers = 0 if workers == 1 else 1 + workers
         return replace(request, trained_copies=TRAINED_COPIES + copies_of_workers)
@@ -828,6 +833,9 @@ def _require_consistent(inputs: RunInputs) -> None:
         if inputs.run is None:
             expected = "a directory for the segments of commit_every"
             raise OptionError("run", "None", expected, "pass run=...")
+        if method.divide_states:
+            expected = "states in memory: those of commit_every are on each worker's own disk"
+            raise without_effect("divide_states", "True", expected)
         require_committable(model, update, commit_every)
 
 

@@ -90,7 +90,7 @@ SAVED = """
     reward=[] max_new_tokens=32 temperature=0.0 top_p=1.0 reward_seconds=5.0
     reward_memory="1GiB" max_drift=null
     method="zeroth-order" max_grad_norm=null max_grad_value=null switch_every=null
-    stream_blocks=false loss_scaling=false
+    stream_blocks=false divide_states=false loss_scaling=false
     delayed_update=false state_bits=32 betas=null momentum=null
     estimator="mezo" fitness="scaled" lr=0.01 zo_eps=0.001 weight_decay=0.0
     decay="constant" warmup_steps=0 queries=1

@@ -683,6 +683,13 @@ ALL: dict[str, tuple[tuple[object, ...], int]] = {
         50,
     ),
     "lomo": (("--method", "lomo", "--snapshot-every", 2), 20),
+    **{
+        f"{method}, divided states": (
+            ("--method", *method.split(), "--divide-states", "--snapshot-every", 1),
+            50,
+        )
+        for method in ("adamw", "adalomo", "adamw --delayed-update")
+    },
 }
 FEW_BLOCKS = beforehand(arrange, buckets=2)
 
@@ -700,7 +707,9 @@ def test_all_parameters_go_on_after_a_worker_was_killed_at_any_write(
     rng = random.Random(f"{kind} {seed}")
     rank = rng.randrange(SIZE)
     command = train_all(deep, tmp_path / "run", *options)
-    strikes = FEW_BLOCKS + beforehand(die_at_write, rng.randrange(1, writes))
+    strikes = beforehand(die_at_write, rng.randrange(1, writes))
+    if "--stream-blocks" in options:
+        strikes = FEW_BLOCKS + strikes
     ended = crew.killed(rank, strikes, *command)
     assert ended[rank].status == -signal.SIGKILL, ended
     for directory in directories(tmp_path / "run"):

@@ -20,6 +20,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from models import make_batch, save_model, small_config
 from peft_models import lora, monolithic
+from safetensors.torch import load_file
 from toy import ToyBlockModel
 
 from zo2adapters import Adapter, open_checkpoint
@@ -51,6 +52,7 @@ from zo2core import (
     ZerothOrder,
     ZOEstimator,
 )
+from zo2core.build import RunInputs, request_of
 from zo2core.errors import (
     BatchError,
     ClosedError,
@@ -1088,6 +1090,159 @@ def test_all_parameters_are_trained_as_by_one_process_that_accumulates_the_shard
     ):
         assert found[0] == expected[0]
         assert_equal(found[1], expected[1])
+
+
+DIVIDED = ("adamw", "adalomo", "delayed", "lora and lomo")  # optimizers with states of all segments
+
+
+def of_rows(step: int) -> dict[str, torch.Tensor]:
+    return rows_for(step, 4)
+
+
+def state_names(engine: Engine) -> list[str]:
+    """Names of the optimizer's states that a worker keeps."""
+    states = inner(engine)._state.states.state_dict()
+    return [f"{segment} {name}" for segment, of_segment in states.items() for name in of_segment]
+
+
+@pytest.mark.few(2)
+@pytest.mark.parametrize("limits", LIMITS)
+@pytest.mark.parametrize("update", DIVIDED)
+def test_divided_states_change_no_bit(base: Path, update: str, limits: str) -> None:
+    def work(workers: Workers | None, *, divides: bool) -> Any:
+        options = {**LIMITS[limits], "divide_states": divides}
+        engine = all_parameters(base, update, workers, **options)
+        return *all_outcome(engine, of_rows), state_names(engine)
+
+    whole = worked(2, partial(work, divides=False))[0]
+    parts = worked(2, partial(work, divides=True))
+    for results, found, _ in parts:
+        assert results == whole[0]
+        assert_equal(found, whole[1])
+    names = [own_names for *_, own_names in parts]
+    assert sorted(names[0] + names[1]) == sorted(whole[2]), "each state is with one worker"
+    assert all(names) or update == "lora and lomo", "an adapter is in one segment"
+
+
+@pytest.mark.few(2)
+@pytest.mark.parametrize("size", [1, 2, 3])
+@pytest.mark.parametrize("update", ["adamw", "delayed"])
+def test_a_snapshot_of_divided_states_is_whole_and_any_number_of_workers_goes_on(
+    base: Path, update: str, size: int, tmp_path: Path
+) -> None:
+    def run(count: int, until: int, *, divides: bool) -> list[Any]:
+        def work(workers: Workers) -> Any:
+            folder = tmp_path / str(divides) / str(workers.rank)
+            with all_parameters(base, update, workers, run=folder, divide_states=divides) as engine:
+                losses = [engine.step(of_rows(step)).loss for step in range(engine.version, until)]
+                engine.take_snapshot()
+                return losses, load_file(folder / f"snapshot-{until}.safetensors")
+
+        return worked(count, work)
+
+    for count, until in ((2, 2), (size, 4)):
+        parts, wholes = (run(count, until, divides=divides) for divides in (True, False))
+        for (losses, snapshot), (expected_losses, expected) in zip(parts, wholes, strict=True):
+            assert losses == expected_losses
+            assert_equal(snapshot, expected)
+    of_first, of_second = (tmp_path / "True" / rank / "snapshot-2.safetensors" for rank in "01")
+    assert of_first.read_bytes() == of_second.read_bytes()
+
+
+# during what a worker ends, and at which tensor that it sends or receives then
+ENDS = {
+    "the first step": ("step 0", 7),
+    "the first snapshot": ("snapshot 0", 20),
+    "a step": ("step 1", 1),
+    "a snapshot": ("snapshot 1", 1),
+    "the middle of a snapshot": ("snapshot 1", 30),
+}
+
+
+@pytest.mark.few(2)
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("end", ENDS)
+def test_workers_of_whom_one_ended_while_states_were_divided_go_on(
+    base: Path, end: str, rank: int, tmp_path: Path
+) -> None:
+    phase, number = ENDS[end]
+
+    def work(workers: Workers, *, ends: bool) -> Any:
+        present, calls, real = "", itertools.count(1), workers.broadcast_tensor
+
+        def strike(tensor: torch.Tensor, owner: int) -> None:
+            if present == phase and next(calls) == number:
+                raise KeyboardInterrupt
+            real(tensor, owner)
+
+        if ends and workers.rank == rank:
+            workers.broadcast_tensor = strike  # type: ignore[method-assign]
+        folder = tmp_path / str(workers.rank)
+        with all_parameters(base, "adamw", workers, run=folder, divide_states=True) as engine:
+            for step in range(engine.version, 3):
+                present = f"step {step}"
+                engine.step(of_rows(step))
+                present = f"snapshot {step}"
+                engine.take_snapshot()
+            return weights(engine)
+
+    ended = attempted(2, partial(work, ends=True))
+    assert isinstance(ended[rank], KeyboardInterrupt), ended
+    assert isinstance(ended[1 - rank], WorkerError), ended
+    expected = worked(2, lambda of: all_outcome(all_parameters(base, "adamw", of), of_rows, 3))
+    for found in worked(2, partial(work, ends=False)):
+        assert_equal(found, expected[0][1])
+
+
+def test_each_worker_is_planned_with_its_share_of_the_states(base: Path) -> None:
+    method = FirstOrder(UPDATES["adamw"](), lr=1.0, divide_states=True)
+
+    def planned(workers: Workers | None) -> int:
+        options = EngineOptions(workers=workers)
+        inputs = RunInputs(model=open_checkpoint(base), method=method, options=options)
+        return request_of(inputs).optimizer_bytes
+
+    whole = planned(None)
+    shares = worked(3, planned)
+    assert sum(shares) == whole
+    assert max(shares) < 0.6 * whole, "the head alone is more than a third"
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "options", "told"),
+    [
+        ("lomo", {}, "divide_states: found lomo, which has no states"),
+        (
+            "badam",
+            {},
+            "divide_states: found True; expected an optimizer that has the states of all",
+        ),
+        (
+            "adamw",
+            {"commit_every": 1, "run": "run"},
+            "divide_states: found True; expected states in",
+        ),
+    ],
+)
+def test_states_that_cannot_be_divided_are_refused(
+    base: Path, optimizer: str, options: Any, told: str, tmp_path: Path
+) -> None:
+    options = options | ({"run": tmp_path} if "run" in options else {})
+
+    def work(workers: Workers) -> None:
+        all_parameters(base, optimizer, workers, divide_states=True, **options)
+
+    for error in attempted(2, work):
+        assert told in str(error)
+
+
+def test_a_worker_with_a_share_of_the_states_has_no_state_dict(base: Path) -> None:
+    def work(workers: Workers) -> None:
+        with all_parameters(base, "adamw", workers, divide_states=True) as engine:
+            engine.state_dict()
+
+    for error in attempted(2, work):
+        assert "take_snapshot() on all workers, or leave divide_states out" in str(error)
 
 
 @pytest.fixture(scope="module")

@@ -282,7 +282,9 @@ class RunMethod(ABC):
             method=self.steps(),
             run=self.options.output,
             memory=self.policy(*memory),
-            options=EngineOptions(commit_every=self.commit_every, write_back=write_back),
+            options=EngineOptions(
+                commit_every=self.commit_every, write_back=write_back, workers=self.workers
+            ),
         )
         return request_of(inputs)
 
@@ -689,6 +691,7 @@ class GradientRun(RunMethod):
                 clip_per=asked.max_grad_norm_per,
                 clip_value=asked.max_grad_value,
                 scaling=scaling,
+                divide_states=asked.divide_states,
             )
         assert asked.optimizer is not None, "it is what chose this class"
         optimizer = OPTIMIZERS[asked.optimizer].of_adapter

@@ -644,6 +644,19 @@ class Optimization(FirstOrderSteps, ZerothOrderSteps, StepSize):
     often they are committed, by default at each step. More than 1.2 TB in 1,000 steps have to be
     allowed by --write-limit-tb.
     """
+    divide_states: Annotated[
+        bool,
+        Option(
+            "memory",
+            Change.RESUME,
+            effect=FULL_AT_ONCE,
+            excludes={"stream_blocks": "none: states are on each worker's own disk then"},
+        ),
+    ] = False
+    """With several workers and a first-order --method of all parameters: each keeps the optimizer's
+    states of a share of the layers, and sends the others the weights that it has changed, as ZeRO's
+    second stage does. Results are the same; a step sends all weights once more.
+    """
 
     def scheduled_estimator(self, steps: int, rows: int = 1) -> ZOEstimator:
         """The estimator of a run of so many steps."""

@@ -19,7 +19,7 @@ import json
 import os
 import stat
 import zlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from io import BufferedReader
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple, Self
@@ -238,14 +238,29 @@ def partial_path(path: Path) -> Path:
     return path.with_name(f".{path.name}.partial")
 
 
-def replace_file(path: Path, content: bytes | Sequence[bytes | memoryview]) -> None:
-    """Replace a file's content atomically; on return the new content is durable."""
+def replace_file(
+    path: Path,
+    content: bytes | Iterable[bytes | memoryview],
+    *,
+    at_end: Callable[[], tuple[int, bytes]] | None = None,
+) -> None:
+    """Replace a file's content atomically; on return the new content is durable.
+
+    Args:
+        path: The file.
+        content: The new content, or its parts, which are written as they come.
+        at_end: Called once all parts are written: an offset, and the bytes to write there.
+    """
     partial = partial_path(path)
     partial.unlink(missing_ok=True)  # left by a process that was killed, or a planted link
     try:
         with errors_naming(partial), create_file(partial) as file:
             for part in [content] if isinstance(content, bytes) else content:
                 file.write(part)
+            if at_end is not None:
+                offset, replacement = at_end()
+                file.seek(offset)
+                file.write(replacement)
             file.flush()
             system_calls.sync(file.fileno())
         partial.replace(path)

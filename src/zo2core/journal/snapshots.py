@@ -13,10 +13,12 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
+import math
 import mmap
 import re
 import warnings
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -93,8 +95,8 @@ class Snapshots:
         step = snapshot.step
         chain = self._chain(snapshot.step)
         assert chain is not None, "the step was taken"
-        tensors: dict[str, torch.Tensor] = {}
-        self._replace(step, _to_parts(snapshot, chain, tensors))
+        parts = _Parts(snapshot, chain)
+        self._replace(step, parts, at_end=parts.digits)
         steps_to_keep = {step, self.last, *keep}
         self.last = step
         for other in self.steps:
@@ -117,7 +119,12 @@ class Snapshots:
         self.last = step
         return snapshot
 
-    def _replace(self, step: int, content: bytes | Sequence[bytes | memoryview]) -> None:
+    def _replace(
+        self,
+        step: int,
+        content: bytes | Iterable[bytes | memoryview],
+        at_end: Callable[[], tuple[int, bytes]] | None = None,
+    ) -> None:
         with system_errors_as(
             OutputError,
             self.path(step),
@@ -126,7 +133,7 @@ class Snapshots:
             afterwards="the run resumes from the snapshot before",
         ):
             make_directory(self._directory)
-            replace_file(self.path(step), content)
+            replace_file(self.path(step), content, at_end=at_end)
             self.written += self.path(step).stat().st_size
 
     def read(self, step: int) -> Snapshot:
@@ -198,22 +205,51 @@ class Snapshots:
                 path.unlink(missing_ok=True)
 
 
-def _to_parts(
-    snapshot: Snapshot, chain: int, tensors: dict[str, torch.Tensor]
-) -> list[bytes | memoryview]:
-    """The header and the bytes of the tensors, which are not copied."""
-    state = _encoded(snapshot.state, "", tensors)
-    contents = {"format": FORMAT, "step": snapshot.step, "chain": f"{chain:08x}", "state": state}
-    metadata = {"sha256": "0" * 64, "zo2": json.dumps(contents, separators=(",", ":"))}
-    raw = header_bytes(
-        metadata, [(name, DTYPE_NAMES[t.dtype], t.shape, t.nbytes) for name, t in tensors.items()]
-    )
-    assert raw[8:].startswith(_BEGIN), "the digits are at a fixed offset"
-    data = [byte_view(tensor) for tensor in tensors.values() if tensor.numel()]
-    digest = hashlib.sha256(raw)
-    for part in data:
-        digest.update(part)
-    return [raw[: _DIGITS.start], digest.hexdigest().encode(), raw[_DIGITS.stop :], *data]
+@dataclass(frozen=True)
+class LateTensor:
+    """A tensor of a state that is in memory only while it is written."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    read: Callable[[], torch.Tensor]  # called once, in the order of the state
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the tensor."""
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+class _Parts:
+    """The header and the bytes of the tensors, which are not copied, and then the digits of the
+    checksum.
+    """
+
+    def __init__(self, snapshot: Snapshot, chain: int) -> None:
+        self._tensors: dict[str, torch.Tensor | LateTensor] = {}
+        state = _encoded(snapshot.state, "", self._tensors)
+        contents = {"format": FORMAT, "step": snapshot.step, "chain": f"{chain:08x}"}
+        text = json.dumps({**contents, "state": state}, separators=(",", ":"))
+        entries = [
+            (name, DTYPE_NAMES[value.dtype], value.shape, value.nbytes)
+            for name, value in self._tensors.items()
+        ]
+        self._header = header_bytes({"sha256": "0" * 64, "zo2": text}, entries)
+        assert self._header[8:].startswith(_BEGIN), "the digits are at a fixed offset"
+        self._digest = hashlib.sha256()
+
+    def __iter__(self) -> Iterator[bytes | memoryview]:
+        self._digest.update(self._header)
+        yield self._header
+        for value in self._tensors.values():
+            tensor = value.read() if isinstance(value, LateTensor) else value
+            if tensor.numel():
+                content = byte_view(tensor)  # which does not keep the tensor alive
+                self._digest.update(content)
+                yield content
+
+    def digits(self) -> tuple[int, bytes]:
+        """Offset and digits of the checksum of what was iterated over."""
+        return _DIGITS.start, self._digest.hexdigest().encode()
 
 
 def _from_file(path: Path) -> tuple[Snapshot, int]:
@@ -273,8 +309,11 @@ def _view(mapped: mmap.mmap, entry: TensorEntry) -> torch.Tensor:
     return aligned.view(dtype).view(entry.shape)
 
 
-def _encoded(value: object, name: str, tensors: dict[str, torch.Tensor]) -> object:
+def _encoded(value: object, name: str, tensors: dict[str, torch.Tensor | LateTensor]) -> object:
     """Convert a state to JSON, and collect its tensors under names made of their keys."""
+    if isinstance(value, LateTensor):
+        tensors[name] = value
+        return {_TENSOR: name}
     if isinstance(value, torch.Tensor) and value.dtype in DTYPE_NAMES:
         assert name not in tensors, "names are unique"
         tensors[name] = value.detach().cpu().contiguous()

@@ -21,6 +21,8 @@ from zo2core.optimizers.torch_optimizer import OptimizerFactory, described
 from zo2core.protocols import BlockModel, BlockUpdate
 from zo2core.ranges import NormGroup, recorded_rate, require_number, require_whole
 from zo2core.types import BlockLayout
+from zo2core.workers.divided_states import DividedStates
+from zo2core.workers.workers import Workers
 
 # parameters, gradients, and two moments, as AdamW has them: no common optimizer keeps more
 TRAINED_COPIES = 4
@@ -53,6 +55,9 @@ class FirstOrder:
         scaling: How the loss is scaled, for forwards in float16; None does not scale it. A step
             whose gradients overflow is skipped. To find this before the first update, each step
             sweeps twice. For a ``BlockUpdate``.
+        divide_states: Whether each of several workers keeps the optimizer's states of a share of
+            the segments, and sends the others the weights that it has changed (ZeRO's second stage,
+            arXiv 1910.02054). No bit differs. For a ``BlockUpdate`` without turns, in memory.
         options: The ``torch.optim`` optimizer and its options, as JSON values for the journal of a
             run that is kept. None: its class and the options that its state has.
 
@@ -66,6 +71,7 @@ class FirstOrder:
     clip_per: NormGroup = "all"
     clip_value: float | None = None
     scaling: LossScaling | None = None
+    divide_states: bool = False
     options: Mapping[str, Any] | None = None
 
     def __post_init__(self) -> None:
@@ -83,11 +89,15 @@ class FirstOrder:
             "clip_per": self.clip_per != "all",
             "clip_value": self.clip_value is not None,
             "scaling": self.scaling is not None,
+            "divide_states": self.divide_states,
         }
         given = [option for option, is_given in of_updates.items() if is_given]
         if self.update is None and given:
             expected = "a BlockUpdate, which trains all parameters"
             raise without_effect(given[0], "an optimizer of an adapter", expected)
+        if self.divide_states and self.update is not None and self.update.turn is not None:
+            expected = "an optimizer that has the states of all segments, not of one at a time"
+            raise without_effect("divide_states", "True", expected)
 
     @property
     def update(self) -> BlockUpdate | None:
@@ -124,6 +134,17 @@ class FirstOrder:
             **groups,
             **scaling,
         }
+
+    def update_of(
+        self, layouts: Sequence[BlockLayout], workers: Workers | None
+    ) -> BlockUpdate | None:
+        """What changes all parameters, with the states of one of these workers, if they divide
+        them.
+        """
+        update = self.update
+        if update is None or workers is None or workers.size == 1 or not self.divide_states:
+            return update
+        return DividedStates(update, layouts, workers)
 
     def rate(self, step: int) -> float:
         """Learning rate of a step."""

@@ -2,6 +2,7 @@
 
 - ``AdapterState``: an adapter's parameters in memory, and the optimizer's state.
 - ``StoredState``: all parameters in memory, with the optimizer's states.
+- ``DividedState``: the same, where several workers divide the states.
 - ``DiskState``: all parameters on disk, with the optimizer's states; a step's segments are a
   generation that is committed together.
 
@@ -12,13 +13,14 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Mapping, Sequence
+from itertools import chain
 from typing import Any, ClassVar, NoReturn
 
 import torch
 
 from zo2core.errors import JournalError, OptionError
 from zo2core.journal.records import json_object
-from zo2core.journal.snapshots import Snapshot, Snapshots
+from zo2core.journal.snapshots import LateTensor, Snapshot, Snapshots
 from zo2core.methods.first_order import FirstOrder
 from zo2core.optimizers.loss_scaling import LossScale
 from zo2core.optimizers.states import (
@@ -37,6 +39,7 @@ from zo2core.run import CommittedSegments, Run, lacking
 from zo2core.sweep.trained_weights import AdapterWeights, StoredWeights, TrainedWeights
 from zo2core.types import Commit
 from zo2core.workers.agreement import sync_snapshots
+from zo2core.workers.divided_states import DividedStates
 
 
 class RunState(ABC):
@@ -83,8 +86,12 @@ class RunState(ABC):
         """Write a snapshot of the present step durably, and delete all older ones but the newest of
         them.
         """
+        self.require_snapshots("take_snapshot")
+        self._write(self.snapshot(), keep)
+
+    def _write(self, state: Mapping[str, Any], keep: Collection[int]) -> None:
+        """Write a snapshot of this state, whose parameters all workers have alike."""
         snapshots = self.require_snapshots("take_snapshot")
-        state = self.snapshot()
         workers = self._run.division.peers
         workers.require_same("trained parameters", workers.digest([state["parameters"]]))
         snapshots.write(Snapshot(self.version, state), keep=keep)
@@ -282,6 +289,63 @@ class StoredState(FusedState):
         self.states.load_state_dict(state["optimizer"])
         super().load(state["parameters"])
         self._version = state["steps"]
+
+
+class DividedState(StoredState):
+    """All parameters in memory, with the optimizer's states of a share of the segments; other
+    workers keep the rest. A snapshot has those of all.
+    """
+
+    refusal = (
+        "an engine whose workers each keep a share of the optimizer's states",
+        "an engine that keeps all of them",
+        "call take_snapshot() on all workers, or leave divide_states out",
+    )
+    update: DividedStates
+
+    def snapshot(self) -> dict[str, Any]:
+        """Refuse: a single worker cannot ask the others."""
+        self.refuse("state_dict")
+
+    def take_snapshot(self, keep: Collection[int]) -> None:
+        """Write a snapshot durably, on all workers at once. States of others are received while the
+        file is written, one tensor at a time.
+        """
+        self._write(super().snapshot() | {"optimizer": self._all_states()}, keep)
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Continue from a copy of a snapshot, of which this worker takes its share."""
+        _require_state(state)
+        states = state["optimizer"]
+        if not isinstance(states, Mapping) or states.keys() - range(len(self.update.owners)):
+            raise unusable_state("optimizer states of other segments")
+        own_states = {segment: states[segment] for segment in self.update.own(states)}
+        super().restore({**state, "optimizer": own_states})
+
+    def _all_states(self) -> dict[int, dict[str, LateTensor]]:
+        """The states of all segments, in their order."""
+        own_states = self.states.state_dict()
+        names = [[segment, list(states)] for segment, states in own_states.items()]
+        gathered = self._run.workers.all_gather(names, "optimizer states")
+        return {
+            segment: {name: self._late_tensor(segment, name) for name in of_segment}
+            for segment, of_segment in sorted(chain.from_iterable(gathered))
+        }
+
+    def _late_tensor(self, segment: int, name: str) -> LateTensor:
+        """A state, which its owner sends to the other workers when it is read."""
+        owner = self.update.owners[segment]
+        spec = next(spec for spec in self.update.specs[segment] if spec.name == name)
+
+        def read() -> torch.Tensor:
+            if owner == self._run.workers.rank:
+                state = self.states.state_dict()[segment][name].contiguous()
+            else:
+                state = torch.empty(spec.shape, dtype=spec.stored_dtype)
+            self._run.workers.broadcast_tensor(state, owner)
+            return state
+
+        return LateTensor(spec.shape, spec.stored_dtype, read)
 
 
 class DiskState(FusedState):

@@ -318,6 +318,22 @@ class Workers:
         _connected(lambda: self._open_group().allgather([sums], [total]).wait())
         return slices[: len(tensor)]
 
+    def broadcast_tensor(self, tensor: torch.Tensor, owner: int) -> None:
+        """Replace the content of a tensor by that of the worker of rank ``owner``.
+
+        Args:
+            tensor: Contiguous, of the same shape and dtype on all workers, on the CPU or a GPU of
+                this process's own.
+            owner: The worker.
+
+        Raises:
+            WorkerError: if a worker has ended, or sends nothing for too long.
+        """
+        if self.size == 1 or not tensor.numel():
+            return
+        content = tensor.detach().view(-1).view(torch.uint8)
+        _connected(lambda: self._open_group().broadcast(content, owner).wait())
+
     def send(self, tensors: Sequence[torch.Tensor], rank: int, context: int) -> None:
         """Start sending tensors to another worker, and return at once.
 
