@@ -40,7 +40,8 @@ from zo2core.schedulers.overlapped import open_scheduler
 from zo2core.schedulers.profiling import Timeline
 from zo2core.sources import SegmentStore
 from zo2core.sources.segment_store import BaseDigests, SegmentDigest, laid_out_as_on_disk
-from zo2core.sweep.perturbers import named_views
+from zo2core.sweep.joined_products import JoinedProducts, large_weights
+from zo2core.sweep.perturbers import is_readable, named_views
 from zo2core.sweep.visitor import ExclusiveUse, sole_use
 from zo2core.types import (
     Batch,
@@ -89,7 +90,10 @@ class _Opened:
             self._layouts = model.layouts
             self._memory = device.empty(decoded_bytes(model.layouts))
             self._helper: ThreadPoolExecutor | None = None
-            if device.torch_device.type == "cpu":
+            # elsewhere each thread has a stream of its own
+            self.joins_products = device.torch_device.type == "cpu"
+            self.products = JoinedProducts()
+            if self.joins_products:
                 self._helper = opened.enter_context(
                     ThreadPoolExecutor(1, thread_name_prefix="zo2-decode")
                 )
@@ -234,6 +238,7 @@ class SharedBase:
         takes_steps = request.takes_steps or request.updates > 0 or request.trained_copies > 0
         changes = takes_steps and isinstance(request.perturbation, DensePerturbation)
         run = SharedRun(self, self._model, model, timeline, digests, changes_base=changes)
+        run.forms_weights = not isinstance(request.perturbation, DensePerturbation)
         with self._use.locked():  # an iteration over parameters has a bucket
             self._close_segments()
         try:
@@ -376,14 +381,35 @@ class _SharedVisitor:
         self._position += 1
         if not here:
             raise _SweepEnded
-        digest = self._opened.digests.known(self._layouts[index])
         decoded = self._opened.decoded(index, store)
+        together = self._independent(here, index, decoded)
+        if len(together) > 1:
+            visits = [
+                partial(self._visit_of_run, sweep, index, store, decoded) for sweep in together
+            ]
+            self._opened.products.run(visits, large_weights(decoded))
+            here = [sweep for sweep in here if sweep not in together]
         for sweep in here:
-            try:
-                sweep.run.check(index, store, digest)
-                sweep.run.visit(sweep.visit, index, decoded)
-            except Exception as error:  # of one run: it ends alone, and raises it
-                sweep.error = error
+            self._visit_of_run(sweep, index, store, decoded)
+
+    def _visit_of_run(self, sweep: _RunSweep, index: int, store: Store, decoded: Store) -> None:
+        """Let one run visit a segment; an error ends its sweep."""
+        try:
+            sweep.run.check(index, store, self._opened.digests.known(self._layouts[index]))
+            sweep.run.visit(sweep.visit, index, decoded)
+        except Exception as error:  # of one run: it ends alone, and raises it
+            sweep.error = error
+
+    def _independent(
+        self, sweeps: Sequence[_RunSweep], index: int, decoded: Store
+    ) -> list[_RunSweep]:
+        """The runs whose visits of a segment with large weights may take turns: those that do not
+        use the shared work buffer.
+        """
+        is_block = self._layouts[index].kind is SegmentKind.BLOCK
+        if not (self._opened.joins_products and is_block and large_weights(decoded)):
+            return []
+        return [sweep for sweep in sweeps if sweep.run.reads_in_place(index, decoded)]
 
 
 class SharedRun:
@@ -410,6 +436,7 @@ class SharedRun:
         self.timeline = timeline
         self._digests = digests
         self.activation_bytes = 0  # for its activations
+        self.forms_weights = False  # whether low-rank updates may be added to copies of weights
         self._checked: set[int] = set()
         if [layout.kind for layout in model.layouts] != [layout.kind for layout in shared.layouts]:
             raise _other_base(
@@ -451,6 +478,16 @@ class SharedRun:
         """
         return tuple(
             shared[source] if isinstance(source, int) else source for source in self._sources[index]
+        )
+
+    def reads_in_place(self, index: int, shared: Store) -> bool:
+        """Whether the run's forwards read a segment where it is shared, without the work buffer."""
+        if self.forms_weights:
+            return False
+        specs = self._model.layouts[index].parameters
+        views = self.views(index, shared)
+        return all(
+            spec.frozen and is_readable(spec, view) for spec, view in zip(specs, views, strict=True)
         )
 
     def visit(self, visit: VisitSegment, index: int, shared: Store) -> None:

@@ -56,7 +56,8 @@ class LibraryState(NamedTuple):
     precision: str  # of products of float32 matrices
 
 
-def _library_state() -> LibraryState:
+def library_state() -> LibraryState:
+    """What torch's products now depend on besides their shapes."""
     precision = torch.backends.mkldnn.matmul.fp32_precision  # type: ignore[attr-defined]
     return LibraryState(torch.get_num_threads(), precision)
 
@@ -99,7 +100,7 @@ def sums_in_order(rows: int, inner: int, columns: int) -> bool:
         inner: Columns of the left matrix, rows of the right one.
         columns: Columns of the right matrix.
     """
-    return _sums_in_order(_compared(rows), inner, columns, _library_state())
+    return _sums_in_order(_compared(rows), inner, columns, library_state())
 
 
 @cache
@@ -126,7 +127,7 @@ def order_of(product: Product, outer: int, inner: int, columns: int) -> Order | 
         inner: The other one.
         columns: Columns of the thin matrix.
     """
-    return _order_of(product, _compared(outer), inner, columns, _library_state())
+    return _order_of(product, _compared(outer), inner, columns, library_state())
 
 
 @cache
