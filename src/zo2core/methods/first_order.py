@@ -55,11 +55,11 @@ class FirstOrder:
         scaling: How the loss is scaled, for forwards in float16; None does not scale it. A step
             whose gradients overflow is skipped. To find this before the first update, each step
             sweeps twice. For a ``BlockUpdate``.
+        options: The ``torch.optim`` optimizer and its options, as JSON values for the journal of a
+            run that is kept. None: its class, the options of a ``partial``, and ``lr``.
         divide_states: Whether each of several workers keeps the optimizer's states of a share of
             the segments, and sends the others the weights that it has changed (ZeRO's second stage,
             arXiv 1910.02054). No bit differs. For a ``BlockUpdate`` without turns, in memory.
-        options: The ``torch.optim`` optimizer and its options, as JSON values for the journal of a
-            run that is kept. None: its class and the options that its state has.
 
     Raises:
         OptionError: if an option is out of its range, or has no effect.
@@ -71,8 +71,8 @@ class FirstOrder:
     clip_per: NormGroup = "all"
     clip_value: float | None = None
     scaling: LossScaling | None = None
-    divide_states: bool = False
     options: Mapping[str, Any] | None = None
+    divide_states: bool = False
 
     def __post_init__(self) -> None:
         for option, limit in (("clip_value", self.clip_value), ("clip", self.clip)):

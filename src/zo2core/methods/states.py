@@ -339,7 +339,7 @@ class DividedState(StoredState):
 
         def read() -> torch.Tensor:
             if owner == self._run.workers.rank:
-                state = self.states.state_dict()[segment][name].contiguous()
+                state = self.states.of(segment, ())[name].contiguous()
             else:
                 state = torch.empty(spec.shape, dtype=spec.stored_dtype)
             self._run.workers.broadcast_tensor(state, owner)
