@@ -1,5 +1,6 @@
 """Profiles: fixed examples by default, many more behind --long. And what many tests begin with."""
 
+import atexit
 import gc
 import os
 import shutil
@@ -71,10 +72,8 @@ def pytest_collection() -> Generator[None, object, object]:
     finally:
         gc.freeze()
         gc.enable()
-
-
-def pytest_unconfigure() -> None:
-    gc.unfreeze()  # or nanobind reports at the end what was never freed
+        # or nanobind reports what was never freed; not before pytest has collected what tests left
+        atexit.register(gc.unfreeze)
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
