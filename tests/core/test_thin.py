@@ -114,7 +114,7 @@ def test_the_order_of_a_library_is_found(
 
     monkeypatch.setattr(Product, "by_torch", library)
     find = thin._order_of.__wrapped__  # without what is known of torch's library
-    assert find(product, 70, 1024, 8, thin._library_state()) == order
+    assert find(product, 70, 1024, 8, thin.library_state()) == order
 
 
 @pytest.mark.parametrize("product", PRODUCTS)
