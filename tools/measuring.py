@@ -256,7 +256,7 @@ def memory_of(
     """Memory for so many blocks in host memory, for all of them if None, and of a device for
     ``kept`` between visits.
     """
-    host = HostPlan((), 1 << 40, buckets=buckets, keep_noise=False)
+    host = HostPlan((), 1 << 40, buckets=buckets, keep_noise=True)
     room = activations if isinstance(activations, int) else 1 << 30
     device: Any = (
         "auto" if kept is None else DevicePlan((), 1 << 40, kept=kept, activation_bytes=room)
