@@ -272,11 +272,16 @@ def random_tensor(spec: ParameterSpec) -> torch.Tensor:
 
 def save_tokenizer(directory: Path, vocab_size: int) -> None:
     """Write a tokenizer whose words are numbers beside a model."""
-    words = {str(number): number for number in range(vocab_size)}
-    made = Tokenizer(WordLevel(words, unk_token="2"))
+    # special tokens are found within words, too: no number may contain them
+    special = ["<pad>", "<eos>", "<unknown>"]
+    words = {word: number for number, word in enumerate(special)}
+    words |= {str(number): number for number in range(len(special), vocab_size)}
+    made = Tokenizer(WordLevel(words, unk_token=special[2]))
     made.pre_tokenizer = WhitespaceSplit()
     fast: Any = PreTrainedTokenizerFast  # its constructor is untyped
-    fast(tokenizer_object=made, pad_token="0", eos_token="1").save_pretrained(directory)
+    fast(tokenizer_object=made, pad_token=special[0], eos_token=special[1]).save_pretrained(
+        directory
+    )
 
 
 @command
