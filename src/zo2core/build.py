@@ -549,6 +549,9 @@ def _allocate_work_buffer(parts: _RunParts, segments: Segments) -> WorkBuffer:
     """Allocate the memory of the forwards' weights."""
     shared, device = parts.inputs.shared, parts.device
     has_room = segments.plan is None or segments.plan.host_plan.keep_noise
+    helper = None
+    if device.torch_device.type == "cpu":
+        helper = parts.opened.enter_context(ThreadPoolExecutor(1, thread_name_prefix="zo2-perturb"))
     return WorkBuffer(
         parts.model.layouts,
         device,
@@ -556,6 +559,7 @@ def _allocate_work_buffer(parts: _RunParts, segments: Segments) -> WorkBuffer:
         keep_noise=device.in_place and has_room,
         perturbs_in_place=parts.directions.perturb_in_place,
         allocate=None if shared is None else shared.work_memory,
+        helper=helper,
     )
 
 
@@ -583,15 +587,12 @@ def _perturber_maker(
     if trained is not None:
         return trained.for_sweep
     directions = parts.directions
-    helper = None
-    if parts.device.torch_device.type == "cpu":
-        helper = parts.opened.enter_context(ThreadPoolExecutor(1, thread_name_prefix="zo2-perturb"))
     if directions.factors is not None:
         assert isinstance(parts.model, StackedModel), "other models were refused"
-        return partial(FactorPerturber, parts.model, directions.factors, buffer, helper)
+        return partial(FactorPerturber, parts.model, directions.factors, buffer, buffer.helper)
     if isinstance(directions.noise, CounterNoise):
-        return partial(CounterPerturber, directions.noise, buffer, helper)
-    return partial(DrawnPerturber, directions.noise, buffer, helper)
+        return partial(CounterPerturber, directions.noise, buffer, buffer.helper)
+    return partial(DrawnPerturber, directions.noise, buffer, buffer.helper)
 
 
 def _visits(parts: _RunParts, segments: Segments) -> Visits:

@@ -162,8 +162,10 @@ class WorkBuffer:
         keep_noise: bool = True,
         perturbs_in_place: bool = True,
         allocate: Callable[[int], torch.Tensor] | None = None,
+        helper: ThreadPoolExecutor | None = None,
     ) -> None:
         self._device = device
+        self.helper = helper  # a second thread, on the CPU
         self.keeps_noise = keep_noise and not isinstance(noise, CounterNoise)
         memory = _Memory(
             work=(device.empty if allocate is None else allocate)(work_bytes(layouts)),
@@ -210,7 +212,7 @@ class WorkBuffer:
         """
         frozen: dict[str, torch.Tensor] = {}
         for view in self.segments[index].frozen:
-            weight = view.readable(stores[view.owner][view.position])
+            weight = view.readable(stores[view.owner][view.position], self.helper)
             frozen[view.spec.name] = weight
             self._reads_stores |= weight.data_ptr() != view.work.data_ptr()
         if self._reads_stores and frozen:
