@@ -21,6 +21,7 @@ from zo2adapters.tasks.registry import function_file
 from zo2adapters.trainers.memory_probe import measured_bytes
 from zo2adapters.trainers.methods import GradientRun, StepMemory, ZerothOrderRun, method_of
 from zo2adapters.trainers.options import TrainOptions
+from zo2adapters.trainers.probes import measured_reading_cost
 from zo2adapters.trainers.run_inputs import (
     Division,
     RowlessInputs,
@@ -55,6 +56,13 @@ class FittingPlan(NamedTuple):
     def read_seconds(self, nbytes: float) -> float:
         """Seconds to read so many bytes of blocks from disk."""
         return nbytes / self.speeds.reading(self.spec.layouts) if nbytes else 0.0
+
+    def reading_cost(self, nbytes: float) -> float:
+        """Seconds by which blocks are computed later while so many bytes are read."""
+        if not nbytes:
+            return 0.0
+        running = self.options.batching.micro_batch_size
+        return nbytes * measured_reading_cost(self.model, self.shapes.step, running)
 
 
 class PreparedRun(NamedTuple):

@@ -11,11 +11,12 @@ import time
 import timeit
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial, wraps
-from typing import Any, NamedTuple, ParamSpec, TypeVar
+from threading import Event
+from typing import Any, NamedTuple, ParamSpec, Self, TypeVar
 
 import torch
 from torch import nn
@@ -28,7 +29,8 @@ from zo2core import Batch, BlockLayout, BlockUpdate, HostDevice, SegmentKind
 from zo2core.encodings.decoding import decode
 from zo2core.errors import ZO2Error, ZO2Warning
 from zo2core.optimizers.states import StateMemory
-from zo2core.protocols import UpdateInputs
+from zo2core.protocols import TensorReader, UpdateInputs
+from zo2core.sources.segment_store import CHUNK
 from zo2core.sweep.activations import flattened
 from zo2core.sweep.gradient_visitor import (
     BlockGraph,
@@ -184,6 +186,18 @@ def _block_seconds(
     """Measure the seconds of all blocks: the first one runs on a batch of this shape, or on a part
     of it.
     """
+    with evenly_routed(model):
+        block, tokens = _block_pass(model, shape, running, has_gradient=has_gradient)
+        seconds = _fastest(block.run)
+    return seconds / tokens * shape.rows * shape.tokens * _blocks(model)
+
+
+def _block_pass(
+    model: HFBlockModel, shape: BatchShape, running: int | None, *, has_gradient: bool = False
+) -> tuple[SegmentPass, int]:
+    """A pass of the first block on a batch of this shape, or on a part of it, and its number of
+    tokens.
+    """
     shares = _routed(model)
     numel = sum(spec.numel * shares.get(spec.name, 1) for spec in model.layouts[1].parameters)
     bind(model)
@@ -192,10 +206,65 @@ def _block_seconds(
     rows = min(rows, max(int(_PROBED_PRODUCTS / (numel * tokens)), 1))
     tokens = min(tokens, max(int(_PROBED_PRODUCTS / (numel * rows)), 1))
     masking = masking_of(shape.masking, rows)
-    with evenly_routed(model):
-        block = SegmentPass(model, 1, tokens, rows=rows, masking=masking, has_gradient=has_gradient)
-        seconds = _fastest(block.run)
-    return seconds / (rows * tokens) * shape.rows * shape.tokens * _blocks(model)
+    block = SegmentPass(model, 1, tokens, rows=rows, masking=masking, has_gradient=has_gradient)
+    return block, rows * tokens
+
+
+@unless_it_fails(0.0)
+def measured_reading_cost(model: HFBlockModel, shape: BatchShape, running: int | None) -> float:
+    """Measure the seconds that a byte costs which is read while blocks are computed: reading takes
+    time of the processor and of the memory, also where a disk is faster than what computes.
+    """
+    with evenly_routed(model), _Reading(model.weights, model.layouts[1]) as reading:
+        block, _ = _block_pass(model, shape, running)
+        rounds = max(_ROUNDS, min(int(_PROBE_SECONDS / _best(block.run, 1)), _MOST_ROUNDS))
+        alone = timeit.timeit(block.run, number=rounds, timer=time.perf_counter)
+        reading.start()
+        beside = timeit.timeit(block.run, number=rounds, timer=time.perf_counter)
+        nbytes = reading.stop()
+    return max(beside - alone, 0.0) / max(nbytes, 1)
+
+
+class _Reading:
+    """Reads a block again and again on a thread of its own, between ``start`` and ``stop``."""
+
+    def __init__(self, weights: TensorReader, layout: BlockLayout) -> None:
+        self._weights = weights
+        self._layout = layout
+        self._thread = ThreadPoolExecutor(1)
+        self._nbytes = 0
+        self._has_ended = Event()
+        self._reading: Future[None] | None = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *raised: object) -> None:
+        self._has_ended.set()
+        self._thread.shutdown()
+
+    def start(self) -> None:
+        """Begin."""
+        self._reading = self._thread.submit(self._read)
+
+    def stop(self) -> int:
+        """Stop after the present piece; returns the bytes that were read."""
+        assert self._reading is not None
+        self._has_ended.set()
+        self._reading.result()
+        return self._nbytes
+
+    def _read(self) -> None:
+        memory = HostDevice().host_memory(CHUNK)
+        for spec in itertools.cycle(self._layout.parameters):
+            length = CHUNK // spec.stored_dtype.itemsize
+            for start in range(0, spec.stored_numel, length):
+                count = min(length, spec.stored_numel - start)
+                piece = memory[: count * spec.stored_dtype.itemsize].view(spec.stored_dtype)
+                self._weights.read_into(spec.name, piece, start)
+                self._nbytes += piece.nbytes
+                if self._has_ended.is_set():
+                    return
 
 
 def _blocks(model: HFBlockModel) -> float:

@@ -408,7 +408,7 @@ def _zeroth_order_plan(fitting: FittingPlan) -> RunPlan:
         scratch_bytes=0 if every is None else slot_bytes(layouts),
         read_bytes=read,
         written_bytes=written,
-        forward_seconds=_forward_seconds(fitting),
+        forward_seconds=_forward_seconds(fitting) + fitting.reading_cost(read),
         update_seconds=generated * _update_seconds(fitting, lag),
         disk_seconds=fitting.read_seconds(read) + write_seconds,
         evaluation_seconds=_evaluation_seconds(fitting, beside, fitting.read_seconds(read)),
@@ -433,6 +433,7 @@ def _first_order_plan(
     forward = sweeps * (passes.both + passes.forward * (1 - kept / blocks))
     read, evaluated = _streamed_by(method, fitting, host_plan.buckets)
     read_seconds = fitting.read_seconds(read)
+    forward += fitting.reading_cost(read)
     spill = sweeps * spilled  # bytes of inputs that have no room
     spill_seconds = fitting.read_seconds(spill)
     if spill:
