@@ -6,6 +6,7 @@ import json
 import math
 import re
 import statistics
+import threading
 from array import array
 from collections.abc import Callable
 from dataclasses import replace
@@ -39,6 +40,7 @@ from zo2adapters.trainers.probes import (
     GradientSeconds,
     measured_forward_seconds,
     measured_gradient_seconds,
+    measured_reading_cost,
 )
 from zo2adapters.trainers.process import with_kept_memory
 from zo2adapters.trainers.run_inputs import BatchShape, LargestBatch, RowShapes, RunInputs, RunStart
@@ -821,6 +823,44 @@ def test_the_outlook_of_a_streamed_run_counts_blocks_that_stream_and_turns(here:
         assert plan.snapshot_bytes == 0
         written.append(plan.written_bytes - plan.spilled_bytes)
     assert written[0] == pytest.approx(2 * written[1], abs=1)
+
+
+@pytest.mark.parametrize("streams", [True, False])
+def test_what_reading_costs_the_computing_beside_it_is_part_of_a_step(
+    streams: bool, here: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    method = Optimization(method="badam", lr=1e-3, stream_blocks=streams)
+    options = TrainOptions(**NAMED, steps=4, optimization=method, batching=Batching(batch_size=2))
+    passes = GradientSeconds(forward=0.0, both=3.0)
+    monkeypatch.setattr("zo2adapters.trainers.probes.measured_gradient_seconds", lambda *_: passes)
+    monkeypatch.setattr(preparation, "measured_reading_cost", lambda *_: 10.0)  # s a byte
+    inputs = RunInputs.read(RunStart(options))
+    plan = plan_of(inputs)
+    inputs.model.weights.close()
+    read = plan.read_bytes - plan.spilled_bytes
+    assert (read > 0) == streams
+    assert plan.forward_seconds == 3.0 + 10.0 * read
+
+
+def test_the_cost_of_a_byte_is_what_a_block_takes_longer_while_it_is_read(
+    options: TrainOptions, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seconds = iter([1.0, 3.0])  # alone, and beside the reading
+    reads = []
+
+    def read(name: str, out: torch.Tensor, start: int = 0) -> None:
+        reads.append(out.nbytes)
+
+    def timed(run: Callable[[], object], **_: object) -> float:
+        run()
+        return next(seconds)
+
+    model = open_checkpoint(options.model)
+    monkeypatch.setattr(model.weights, "read_into", read)
+    monkeypatch.setattr("zo2adapters.trainers.probes.timeit.timeit", timed)
+    cost = measured_reading_cost(model, BatchShape(4, 8, 32), None)
+    assert cost == 2.0 / sum(reads)
+    assert not [thread for thread in threading.enumerate() if "zo2-plan" in thread.name]
 
 
 def test_a_step_that_measures_gradients_first_sweeps_twice(

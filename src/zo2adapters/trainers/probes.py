@@ -231,7 +231,7 @@ class _Reading:
     def __init__(self, weights: TensorReader, layout: BlockLayout) -> None:
         self._weights = weights
         self._layout = layout
-        self._thread = ThreadPoolExecutor(1)
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="zo2-plan")
         self._nbytes = 0
         self._has_ended = Event()
         self._reading: Future[None] | None = None
