@@ -1254,3 +1254,15 @@ def test_a_kill_while_an_adapter_and_its_base_are_saved_again_never_mixes_two_of
         save(directory, "later")
         assert {path.read_text() for path in directory.glob("*/weights")} == {"later"}
     assert place > 2
+
+
+def test_a_save_leaves_a_folder_alone_that_is_no_part_of_the_model(tmp_path: Path) -> None:
+    (tmp_path / "adapter").mkdir()
+    (tmp_path / "adapter" / "weights").write_text("of the user")
+
+    def write(written: Path) -> None:
+        written.mkdir()
+        (written / "model.safetensors").write_text("new")
+
+    save_files(tmp_path, write)
+    assert (tmp_path / "adapter" / "weights").read_text() == "of the user"

@@ -62,7 +62,8 @@ def _put_in_place(written: Path, directory: Path, *, replaced: Path) -> None:
     decisive = [written / name for name in (_SINGLE, _INDEX) if (written / name).exists()]
     _use_free_names(written, directory)
     adapter = directory / ADAPTER_FOLDER
-    if adapter.is_dir():
+    # of another model, a folder of this name is the user's own
+    if (written / ADAPTER_FOLDER).is_dir() and adapter.is_dir():
         adapter.rename(replaced / ADAPTER_FOLDER)
         sync_path(directory)
     for path in sorted(written.iterdir(), key=lambda path: path.name == ADAPTER_FOLDER):
