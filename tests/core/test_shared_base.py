@@ -21,6 +21,7 @@ from hypothesis import strategies as st
 from models import make_batch, save_model, small_config
 from peft_models import lora
 from profiles import examples
+from torch.nn import functional
 
 from zo2adapters import Adapter, open_checkpoint
 from zo2adapters.models.conversion import quantize
@@ -48,7 +49,7 @@ from zo2core.schedulers.lockstep import Lockstep
 from zo2core.sources import SegmentStore
 from zo2core.sweep import joined_products
 from zo2core.sweep.gradient_visitor import GraphRoom
-from zo2core.sweep.joined_products import compares_equal
+from zo2core.sweep.joined_products import JoinedProducts, compares_equal
 from zo2core.types import Lane
 
 BUCKETS = (None, 1, 2)
@@ -282,6 +283,30 @@ def test_a_run_that_fails_between_products_ends_alone(bases: Mapping[str, Path])
         assert cast("Any", results[first]).loss == alone(base, 0, Drawn("adamw", 0, 1))[0][0]
         stepped(shared, {broken: batch_of(1, 0)})
         assert_equal(weights(broken), alone(base, 1, Drawn("adamw", 0, 1))[1])
+
+
+def test_only_products_with_equal_weights_and_biases_are_joined() -> None:
+    generator = torch.Generator().manual_seed(0)
+    weight = torch.randn(8, 8, generator=generator)
+    layers: list[tuple[torch.Tensor, torch.Tensor | None]] = [
+        (weight, None),
+        (weight, torch.ones(8)),
+        (weight, torch.full((8,), 2.0)),
+        (weight.T, None),
+        (weight[:4], None),
+    ]
+    rows = [torch.randn(3, 8, generator=generator) for _ in layers]
+    products = JoinedProducts()
+    results = products.run(
+        [
+            partial(functional.linear, part, *layer)
+            for part, layer in zip(rows, layers, strict=True)
+        ],
+        [weight],
+    )
+    for result, part, layer in zip(results, rows, layers, strict=True):
+        assert isinstance(result, torch.Tensor)
+        assert torch.equal(result, functional.linear(part, *layer))
 
 
 def test_products_are_compared_on_rows_that_are_not_zero() -> None:

@@ -38,6 +38,20 @@ def large_weights(weights: Iterable[torch.Tensor]) -> list[torch.Tensor]:
     return [weight for weight in weights if weight.numel() >= LEAST_WEIGHTS]
 
 
+class _Layer(NamedTuple):
+    """What has to be equal in products of several runs for one product to take the rows of all.
+
+    An address alone does not say it: a part of a weight may begin where the weight does, and a run
+    may have a bias of its own.
+    """
+
+    weight: int  # address
+    shape: torch.Size
+    stride: tuple[int, ...]
+    bias: int | None  # address
+    is_backward: bool
+
+
 @dataclass
 class _Product:
     """A run's product with a weight, which waits for those of the other runs."""
@@ -47,6 +61,13 @@ class _Product:
     bias: torch.Tensor | None  # (outputs,)
     is_backward: bool
     result: torch.Tensor | None = None
+
+    @property
+    def layer(self) -> _Layer:
+        """The layer, by which products of several runs are joined."""
+        bias = None if self.bias is None else self.bias.data_ptr()
+        weight = self.weight
+        return _Layer(weight.data_ptr(), weight.shape, weight.stride(), bias, self.is_backward)
 
     def of(self, rows: torch.Tensor) -> torch.Tensor:
         """The product of other rows, as torch computes it forward or backward."""
@@ -60,6 +81,7 @@ class _Shape(NamedTuple):
 
     rows: tuple[torch.Size, ...]  # of each run
     weight: torch.Size
+    stride: tuple[int, ...]  # of the weight
     dtype: torch.dtype
     has_bias: bool
     is_backward: bool
@@ -110,11 +132,10 @@ class JoinedProducts:
 
     @torch.no_grad()
     def _serve(self, products: Sequence[_Product]) -> None:
-        """Compute products, those with the same weight as one."""
-        groups: dict[tuple[int, bool], list[_Product]] = {}
+        """Compute products, those of the same layer as one."""
+        groups: dict[_Layer, list[_Product]] = {}
         for product in products:
-            key = product.weight.data_ptr(), product.is_backward
-            groups.setdefault(key, []).append(product)
+            groups.setdefault(product.layer, []).append(product)
         for group in groups.values():
             parts = [product.rows for product in group]
             if len(group) > 1 and self._has_equal_bits(group[0], parts):
@@ -129,6 +150,7 @@ class JoinedProducts:
         shape = _Shape(
             tuple(part.shape for part in parts),
             product.weight.shape,
+            product.weight.stride(),
             product.weight.dtype,
             product.bias is not None,
             product.is_backward,
