@@ -11,8 +11,10 @@ from command_lines import done, leaves, refusal, write_rows
 from models import WORDS, save_model, save_tokenizer, small_config
 
 from zo2adapters import open_checkpoint
+from zo2adapters.models import token_loss
 from zo2adapters.models.checkpoint import cached_chunk
 from zo2adapters.models.footprint import Masking
+from zo2adapters.trainers import memory_probe
 from zo2adapters.trainers.memory_probe import measured_bytes
 from zo2adapters.trainers.methods import method_of
 from zo2adapters.trainers.optimization import Optimization
@@ -264,6 +266,24 @@ def test_chunks_of_any_length_are_measured(chunk: int, folder: Path) -> None:
     assert peaks is not None
     assert peaks.both is not None
     assert peaks.both.of_head(1, 10) >= 10 * VOCABULARY * 4 / 2, "half of a logit, at least"
+
+
+def test_a_loss_in_the_cache_is_measured_as_the_longest_row_has_it(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for module in (token_loss, memory_probe):
+        monkeypatch.setattr(module, "SMALL", 16 * VOCABULARY)
+    monkeypatch.setattr(token_loss, "_CACHED", 1)
+    model = open_checkpoint(folder / "base", dtype=torch.bfloat16)
+    of_heads = []
+    for most in (16, 256):  # tokens of the rows on which blocks are measured
+        monkeypatch.setattr(memory_probe, "_MOST_TOKENS", most)
+        peaks = measured_bytes(model, 256, Masking.NONE, has_gradient=True)
+        assert peaks is not None
+        assert peaks.both is not None
+        of_heads.append(peaks.both.of_head(1, 256))
+    model.weights.close()
+    assert of_heads[0] == pytest.approx(of_heads[1], rel=0.1)
 
 
 def test_a_measurement_that_fails_is_told_and_the_plan_has_its_formula(

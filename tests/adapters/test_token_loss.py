@@ -27,7 +27,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         return whole(logits)
 
     monkeypatch.setattr(token_loss, "_log_softmax", counted)
-    monkeypatch.setattr(token_loss, "_SMALL", 0)
+    monkeypatch.setattr(token_loss, "SMALL", 0)
     monkeypatch.setattr(token_loss, "_CACHED", 3 * WORDS)
     return computed
 

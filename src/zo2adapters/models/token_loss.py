@@ -16,7 +16,7 @@ from torch.nn import functional
 from zo2adapters.models.library_names import ForCausalLMLoss
 
 _CACHED = 1 << 19  # numbers in float32 of which a few times as many stay in the cache
-_SMALL = 1 << 23  # logits up to which passes through memory of their own take no longer
+SMALL = 1 << 23  # logits up to which passes through memory of their own take no longer
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -64,7 +64,7 @@ def _fits(logits: torch.Tensor, vocab_size: int) -> bool:
         and logits.dtype in _DTYPES
         and logits.shape[-1] == vocab_size
         and logits.is_contiguous()
-        and logits.numel() > _SMALL
+        and logits.numel() > SMALL
     )
 
 

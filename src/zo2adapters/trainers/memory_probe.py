@@ -24,6 +24,7 @@ from zo2adapters.models.footprint import (
     Rate,
 )
 from zo2adapters.models.hf import HFBlockModel
+from zo2adapters.models.token_loss import SMALL
 from zo2adapters.trainers.probes import SegmentPass, bind, release_probe, unless_it_fails
 from zo2core.sweep.activations import flattened
 
@@ -85,10 +86,10 @@ def measured_bytes(
     tokens = max(min(longest, _MOST_TOKENS, _PRODUCTS // max(numel, 1)), _LEAST_TOKENS)
     lengths = (tokens // 2, tokens)
     try:
-        forward = _of_passes(model, lengths, masking, has_gradient=False)
+        forward = _of_passes(model, lengths, longest, masking, has_gradient=False)
         both = None
         if has_gradient:
-            both = _of_passes(model, lengths, masking, has_gradient=True)
+            both = _of_passes(model, lengths, longest, masking, has_gradient=True)
     finally:
         release_probe(model)
     return PassPeaks(forward, both, masking)
@@ -99,7 +100,7 @@ _Lengths: TypeAlias = tuple[int, int]
 
 
 def _of_passes(
-    model: HFBlockModel, lengths: _Lengths, masking: Masking, *, has_gradient: bool
+    model: HFBlockModel, lengths: _Lengths, longest: int, masking: Masking, *, has_gradient: bool
 ) -> PassBytes:
     """Measure one block of each kind, and the head, on a shorter and a longer row."""
     padded_block = block = _of_blocks(model, lengths, masking, has_gradient=has_gradient)
@@ -107,13 +108,21 @@ def _of_passes(
         block = _of_blocks(model, lengths, Masking.NONE, has_gradient=has_gradient)
     if model.chunk == 0:  # a head without a vocabulary
         return PassBytes(block, padded_block, [])
-    return PassBytes(block, padded_block, _of_head(model, max(lengths), has_gradient=has_gradient))
+    head = _of_head(model, max(lengths), longest, has_gradient=has_gradient)
+    return PassBytes(block, padded_block, head)
 
 
-def _of_head(model: HFBlockModel, tokens: int, *, has_gradient: bool) -> list[Rate]:
-    """Measure the head on a shorter and a longer row, whose logits are one chunk."""
+def _of_head(model: HFBlockModel, tokens: int, longest: int, *, has_gradient: bool) -> list[Rate]:
+    """Measure the head on a shorter and a longer row, whose logits are one chunk.
+
+    Where the longest row has so many logits that its loss is computed in the cache, that of both
+    rows is, too. Fewer logits take at most what three times as many take so.
+    """
     last = len(model.layouts) - 1
     bind(model)
+    words = getattr(model.config.get_text_config(), "vocab_size", 1)
+    if longest * words >= 3 * SMALL:
+        tokens = max(tokens, min(longest, 2 * (SMALL // words + 2)))
     chunk = model.loss_chunk
     if chunk is not None:
         tokens = min(tokens, max(chunk + 1, _LEAST_TOKENS))
