@@ -631,6 +631,8 @@ def _choose_state(
         adapter_steps = AdapterSteps(run, run.model, method, adapter)
         adapter.resume()
         return OpenedRun(run, adapter, adapter_steps)
+    # otherwise some workers would wait for weights that others never send
+    run.workers.require_same("divide_states", int(method.divide_states))
     update = method.update_of(run.segments.layouts, run.workers)
     assert update is not None, "an adapter was trained otherwise"
     fused: StoredState | DiskState

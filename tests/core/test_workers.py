@@ -1236,6 +1236,14 @@ def test_states_that_cannot_be_divided_are_refused(
         assert told in str(error)
 
 
+def test_workers_of_whom_some_divide_their_states_are_refused(base: Path) -> None:
+    def work(workers: Workers) -> None:
+        all_parameters(base, "adamw", workers, divide_states=workers.rank == 1)
+
+    for error in attempted(2, work):
+        assert "worker 1: found other divide_states than worker 0's" in str(error)
+
+
 def test_a_worker_with_a_share_of_the_states_has_no_state_dict(base: Path) -> None:
     def work(workers: Workers) -> None:
         with all_parameters(base, "adamw", workers, divide_states=True) as engine:
