@@ -925,6 +925,27 @@ def test_all_that_decides_a_run_is_in_its_journal(base: Path, tmp_path: Path, ca
     opened(1e-2).close()
 
 
+def test_an_option_is_recorded_alike_by_each_process() -> None:
+    def make(parameters: Any, **options: Any) -> Any:
+        return torch.optim.SGD(parameters, lr=1.0)
+
+    factory = partial(
+        make,
+        decaying=frozenset("dcba"),
+        choose=decaying,
+        lr=1.0,
+        betas=(0.9, 0.95),
+        rate=Falling(2),
+    )
+    assert TorchOptimizer(factory).options == {
+        "name": "SGD",
+        "decaying": ["'a'", "'b'", "'c'", "'d'"],
+        "choose": "decaying",
+        "betas": (0.9, 0.95),
+        "rate": "Falling(peak=2)",
+    }
+
+
 def test_a_state_of_all_parameters_goes_on_at_other_rates(base: Path) -> None:
     def opened(lr: float, base_lr: float) -> Engine:
         method = FirstOrder(of_both(base_lr), lr=lr)

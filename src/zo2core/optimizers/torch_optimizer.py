@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import is_dataclass, replace
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
@@ -56,13 +56,23 @@ def described(factory: Any) -> dict[str, Any]:
 
     The options are those that ``functools.partial`` was given.
     """
-    plain = (bool, int, float, str, list, tuple, type(None))
     keywords = getattr(factory, "keywords", {})
     made = getattr(factory, "func", factory)
-    options = {
-        name: value if isinstance(value, plain) else repr(value) for name, value in keywords.items()
-    }
+    options = {name: _recorded(value) for name, value in keywords.items()}
     return {"name": getattr(made, "__name__", type(made).__name__), **options}
+
+
+def _recorded(value: Any) -> Any:
+    """An option as JSON values that are the same in each process: the text of a function has its
+    address, and that of a set an order that is drawn.
+    """
+    if isinstance(value, bool | int | float | str | list | tuple | None):
+        return value
+    if isinstance(value, set | frozenset):
+        return sorted(map(repr, value))
+    if callable(value) and not is_dataclass(value):
+        return getattr(value, "__qualname__", type(value).__name__)
+    return repr(value)
 
 
 class _StateForm(NamedTuple):
