@@ -4,9 +4,11 @@ Note: Saving into a directory again. The new files are written into a temporary 
 and renamed from there. So a kill at any moment leaves a whole model, the earlier or the new one,
 and a whole journal. One rename decides which weights are used: that of ``model.safetensors``, or of
 the index. The index's shards are in place by then, under names that the earlier index does not use.
-The next save removes what a killed process left. An adapter and the base that was trained with it
-are two folders, which no single rename replaces: the earlier adapter is removed first, and the new
-one put in place last, so that a kill leaves no adapter rather than one beside another base.
+The next save removes what a killed process left.
+
+An adapter and the base that was trained with it are two folders, which no single rename replaces.
+The earlier adapter is removed first, and the new one put in place last: a kill may leave no
+adapter, or neither, but never one beside another base.
 """
 
 from __future__ import annotations
