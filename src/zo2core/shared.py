@@ -443,12 +443,14 @@ class SharedRun:
                 f"{len(model.layouts)} segments",
                 f"the {len(shared.layouts)} segments of the shared base",
             )
+        self._of_base: set[str] = set()  # names of the parameters that are the base's
         # For each parameter: its position in the base, or own memory.
         self._sources: list[list[int | torch.Tensor]] = []
         # of own memory; None: it has to be read
         self._versions: list[int | None] = [None] * len(shared.layouts)
         for index, layout in enumerate(model.layouts):
             positions = _positions(model, shared, index, changes_base=changes_base)
+            self._of_base.update(positions)
             beside = [spec for spec in layout.parameters if spec.name not in positions]
             memory = base.device.empty(packed_bytes(beside))
             sources: dict[str, int | torch.Tensor] = {**positions, **named_views(beside, memory)}
@@ -482,12 +484,15 @@ class SharedRun:
 
     def reads_in_place(self, index: int, shared: Store) -> bool:
         """Whether the run's forwards read a segment where it is shared, without the work buffer."""
-        if self.forms_weights:
+        layout = self._model.layouts[index]
+        # weights of several blocks are copied to the work buffer where they are not aligned
+        borrows = any(spec.frozen and spec.name in self._of_base for spec in layout.borrowed)
+        if self.forms_weights or borrows:
             return False
-        specs = self._model.layouts[index].parameters
         views = self.views(index, shared)
         return all(
-            spec.frozen and is_readable(spec, view) for spec, view in zip(specs, views, strict=True)
+            spec.frozen and is_readable(spec, view)
+            for spec, view in zip(layout.parameters, views, strict=True)
         )
 
     def visit(self, visit: VisitSegment, index: int, shared: Store) -> None:

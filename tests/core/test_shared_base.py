@@ -16,6 +16,7 @@ import pytest
 import torch
 from engines import assert_equal, behind_copies, first_order, outcome, weights, zeroth_order
 from engines import memory as stored
+from families import small_config as family_config
 from hypothesis import given
 from hypothesis import strategies as st
 from models import make_batch, save_model, small_config
@@ -47,10 +48,10 @@ from zo2core.errors import (
 )
 from zo2core.schedulers.lockstep import Lockstep
 from zo2core.sources import SegmentStore
-from zo2core.sweep import joined_products
+from zo2core.sweep import joined_products, perturbers
 from zo2core.sweep.gradient_visitor import GraphRoom
 from zo2core.sweep.joined_products import JoinedProducts, compares_equal
-from zo2core.types import Lane
+from zo2core.types import Lane, ParameterSpec
 
 BUCKETS = (None, 1, 2)
 BASES = ("opt", "llama", "llama-nf4")
@@ -264,6 +265,37 @@ def test_one_product_takes_the_rows_of_all_runs_where_it_has_the_bits_of_each(
         before = alone(folder, number, Drawn("adamw", 0, 2))
         assert losses[number] == before[0]
         assert_equal(learned[number], before[1])
+
+
+def test_runs_keep_their_bits_where_weights_of_several_blocks_are_not_aligned(
+    tmp_path: Path,
+) -> None:
+    base = save_model(tmp_path / "base", family_config("zamba2"))
+    read_in_place = perturbers.is_readable
+
+    def is_readable(spec: ParameterSpec, stored: torch.Tensor) -> bool:
+        return "shared_transformer" not in spec.name and read_in_place(spec, stored)
+
+    def made(rank: int, **options: Any) -> Engine:
+        adapter = Adapter(config=lora(r=rank, target_modules=["q_proj"]), seed=rank)
+        model = open_checkpoint(base, adapter=adapter)
+        return first_order(model, partial(torch.optim.SGD, lr=1e-2), **options)
+
+    batch = batch_of(0, 0)
+    with patch.object(perturbers, "is_readable", is_readable), counted_rows():
+        expected = {}
+        for rank in (4, 1):
+            with made(rank) as engine:
+                engine.step(batch)
+                expected[rank] = weights(engine)
+        with (
+            SharedBase(open_checkpoint(base)) as shared,
+            made(4, source=shared) as first,  # whose work buffer has room for that of the other
+            made(1, source=shared) as second,
+        ):
+            stepped(shared, {first: batch, second: batch})
+            assert_equal(weights(first), expected[4])
+            assert_equal(weights(second), expected[1])
 
 
 def test_a_run_that_fails_between_products_ends_alone(bases: Mapping[str, Path]) -> None:
