@@ -485,6 +485,18 @@ def test_ranges_that_are_near_to_one_another_arrive_by_fewer_reads(
     assert [bytes(memory) for memory in memories] == [content[a:b] for a, b in pairs]
 
 
+def test_a_range_within_another_is_read_together_with_it(path: Path, content: bytes) -> None:
+    outer = bytearray(2 * PAGE)
+    inner = bytearray(10)
+    file = RangedFile(path)
+    parts = [(1, memoryview(outer)), (5, memoryview(inner))]
+    if not file.read_together(parts):
+        pytest.skip("no direct I/O here")
+    file.close()
+    assert bytes(outer) == content[1 : 1 + 2 * PAGE]
+    assert bytes(inner) == content[5:15]
+
+
 def test_parts_of_an_encoded_matrix_are_read_together_and_a_missing_one_is_told_by_name(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

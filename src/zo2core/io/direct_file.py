@@ -115,9 +115,10 @@ class RangedFile:
             Whether they are filled. They are not where the file ends early or direct I/O is refused
             or fails: which of them cannot be read shows when they are read one by one.
         """
-        (first, _), *_, (last, last_memory) = ranges
+        first, _ = ranges[0]
         start = first - first % PAGE
-        nbytes = last + len(last_memory) - start
+        # the range that begins last need not end last
+        nbytes = max(offset + len(out) for offset, out in ranges) - start
         staging = _staging()[: whole_pages(nbytes)]
         try:
             done = self._try_direct(
@@ -202,7 +203,7 @@ def near_ranges(ranges: Sequence[tuple[int, int]]) -> Iterator[list[int]]:
     """Group byte ranges of a file that one read of their pages reaches sooner than several.
 
     Args:
-        ranges: Offset and size of each range, not overlapping, in any order.
+        ranges: Offset and size of each range, in any order.
 
     Returns:
         The numbers of each group's ranges, in the file's order. A range that would be read in place
