@@ -622,6 +622,12 @@ REFUSED: list[tuple[type[Any], Any, dict[str, Any], str]] = [
         {},
         r"model: found a base that is trained beside its adapter; .*method='lora\+lomo'",
     ),
+    (
+        FirstOrderTrainer,
+        lambda base: open_checkpoint(base, adapter=Adapter(config=lora(), trains_base=True)),
+        {"streamed": StreamedArguments(method="zeroth-order")},
+        r"model: found a base that is trained beside its adapter; .*method='lora\+lomo'",
+    ),
     (FullTrainer, str, {"optimizer_cls_and_kwargs": (object, {})}, "optim names the optimizer"),
 ]
 

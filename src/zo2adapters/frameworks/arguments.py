@@ -325,7 +325,7 @@ def require_trainable_base(model: HFBlockModel, kind: Kind) -> None:
             f"pass {opened}",
         ),
         Refusal(
-            kind is Kind.ADAPTER and trains_base,
+            kind is not Kind.BOTH and trains_base,
             "model",
             "a base that is trained beside its adapter",
             "one that is only read",
