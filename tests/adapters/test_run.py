@@ -668,7 +668,6 @@ def test_whatever_shapes_the_result_is_told_and_nothing_else(told_options: Train
         {"optimization": Optimization(method="zeroth-order", lr=1e-3, decay=Decay.LINEAR)},
         {"storage": Storage(device="cuda")},
         {"evaluation": told_options.data, "evaluate_every": 1},
-        {"optimization": Optimization(method="adamw", lr=1e-3)},
     ]
     others = [told(told_options, tokens=8), told(told_options, length=11)]
     others += [told(replace(told_options, **change)) for change in changes]
