@@ -273,6 +273,45 @@ class BlockUpdate(Protocol):
         return
 
 
+class WrappedUpdate(BlockUpdate):
+    """Another optimizer, without what a class that inherits from this one defines otherwise.
+
+    Args:
+        update: The optimizer. It changes all segments at each step.
+    """
+
+    def __init__(self, update: BlockUpdate) -> None:
+        self._update = update
+
+    @property
+    def options(self) -> Mapping[str, Any]:
+        """The options of the optimizer."""
+        return self._update.options
+
+    @property
+    def rates(self) -> Mapping[str, Any]:
+        """The learning rates that the optimizer has of its own."""
+        return self._update.rates
+
+    @property
+    def widens_gradients(self) -> bool:
+        """Whether the optimizer gets 16-bit gradients in float32."""
+        return self._update.widens_gradients
+
+    @property
+    def copies(self) -> int:
+        """Most float32 tensors of the size of one parameter that the optimizer has at a time."""
+        return self._update.copies
+
+    def segments(self, step: int, trained: Sequence[int]) -> Collection[int]:
+        """The segments that the optimizer changes in a step."""
+        return self._update.segments(step, trained)
+
+    def settle(self) -> None:
+        """Finish the work of the optimizer."""
+        self._update.settle()
+
+
 class NoiseGenerator(Protocol):
     """Draws z, which depends only on seed and parameter."""
 

@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 import torch
 
 from zo2core.errors import OptionError
-from zo2core.protocols import BlockUpdate, UpdateInputs
+from zo2core.protocols import BlockUpdate, UpdateInputs, WrappedUpdate
 from zo2core.types import HALVES, BlockLayout, StateSpec
 
 _HAS_NEXT = "delayed.begun"  # name of the flag that a segment has next weights
 
 
-class Delayed(BlockUpdate):
+class Delayed(WrappedUpdate):
     """Another optimizer, whose update of a step reaches the weights in the next step.
 
     This is the delayed update of ZeRO-Offload (arXiv 2101.06840, section 5.2). The gradients of
@@ -40,7 +40,7 @@ class Delayed(BlockUpdate):
                 expected="an optimizer that changes all segments at each step",
                 remedy="delay another optimizer, such as TorchOptimizer(...)",
             )
-        self._update = update
+        super().__init__(update)
         self._pending: dict[int, Future[None]] = {}  # by segment
         self._worker = ThreadPoolExecutor(1, thread_name_prefix="zo2-update")
 
@@ -48,25 +48,6 @@ class Delayed(BlockUpdate):
     def options(self) -> Mapping[str, Any]:
         """The options of the optimizer, and that it is delayed."""
         return {**self._update.options, "delayed": True}
-
-    @property
-    def rates(self) -> Mapping[str, Any]:
-        """The learning rates that the optimizer has of its own."""
-        return self._update.rates
-
-    @property
-    def widens_gradients(self) -> bool:
-        """Whether the optimizer gets 16-bit gradients in float32."""
-        return self._update.widens_gradients
-
-    @property
-    def copies(self) -> int:
-        """Most float32 tensors of the size of one parameter that the optimizer has at a time."""
-        return self._update.copies
-
-    def segments(self, step: int, trained: Sequence[int]) -> Collection[int]:
-        """The segments that the optimizer changes in a step."""
-        return self._update.segments(step, trained)
 
     def states(self, layout: BlockLayout) -> Sequence[StateSpec]:
         """The optimizer's states, the weights after the update that is due, and its gradients."""
@@ -103,7 +84,7 @@ class Delayed(BlockUpdate):
         """Wait for all updates that were started."""
         for segment in list(self._pending):
             self._wait(segment)
-        self._update.settle()
+        super().settle()
 
     def _wait(self, segment: int) -> None:
         if segment in self._pending:

@@ -8,16 +8,15 @@ workers that each keep all states.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
-from typing import Any
+from collections.abc import Collection, Sequence
 
 from zo2core.errors import OptionError
-from zo2core.protocols import BlockUpdate, UpdateInputs
+from zo2core.protocols import BlockUpdate, UpdateInputs, WrappedUpdate
 from zo2core.types import BlockLayout, StateSpec
 from zo2core.workers.workers import Workers
 
 
-class DividedStates(BlockUpdate):
+class DividedStates(WrappedUpdate):
     """Another optimizer, whose states of each segment one worker keeps.
 
     Args:
@@ -32,7 +31,7 @@ class DividedStates(BlockUpdate):
     def __init__(
         self, update: BlockUpdate, layouts: Sequence[BlockLayout], workers: Workers
     ) -> None:
-        self._update = update
+        super().__init__(update)
         self._workers = workers
         self.specs = [update.states(layout) for layout in layouts]  # by segment
         sizes = [sum(spec.nbytes for spec in specs) for specs in self.specs]
@@ -46,33 +45,9 @@ class DividedStates(BlockUpdate):
         self.owners = owners_of(sizes, workers.size)  # by segment
         self._own_layouts = {layouts[segment].name for segment in self.own(range(len(layouts)))}
 
-    @property
-    def options(self) -> Mapping[str, Any]:
-        """The options of the optimizer: where its states are changes no bit."""
-        return self._update.options
-
-    @property
-    def rates(self) -> Mapping[str, Any]:
-        """The learning rates that the optimizer has of its own."""
-        return self._update.rates
-
-    @property
-    def widens_gradients(self) -> bool:
-        """Whether the optimizer gets 16-bit gradients in float32."""
-        return self._update.widens_gradients
-
-    @property
-    def copies(self) -> int:
-        """Most float32 tensors of the size of one parameter that the optimizer has at a time."""
-        return self._update.copies
-
     def own(self, segments: Collection[int]) -> list[int]:
         """Those of the segments whose states this worker keeps."""
         return [segment for segment in segments if self.owners[segment] == self._workers.rank]
-
-    def segments(self, step: int, trained: Sequence[int]) -> Collection[int]:
-        """The segments that the optimizer changes in a step."""
-        return self._update.segments(step, trained)
 
     def states(self, layout: BlockLayout) -> Sequence[StateSpec]:
         """The optimizer's states of a segment that this worker owns; of others there are none."""
@@ -87,10 +62,6 @@ class DividedStates(BlockUpdate):
             self._update.apply(inputs)
         for weight in inputs.weights.values():
             self._workers.broadcast_tensor(weight, owner)
-
-    def settle(self) -> None:
-        """Finish the work of the optimizer."""
-        self._update.settle()
 
 
 def owners_of(sizes: Sequence[int], workers: int) -> list[int]:
