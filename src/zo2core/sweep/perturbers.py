@@ -86,8 +86,9 @@ _READ_ALIGNMENT = 16  # bytes
 
 def is_readable(spec: ParameterSpec, stored: torch.Tensor) -> bool:
     """Whether a forward reads a frozen weight where it is stored, with the bits of the buffer."""
-    is_aligned = stored.data_ptr() % _READ_ALIGNMENT == 0
-    return stored.dtype is spec.in_forward().dtype and is_aligned
+    # of ``in_forward()``, which would be made anew at each visit
+    dtype = spec.dtype if spec.forward_dtype is None else spec.forward_dtype
+    return stored.dtype is dtype and stored.data_ptr() % _READ_ALIGNMENT == 0
 
 
 class ParameterView(NamedTuple):
