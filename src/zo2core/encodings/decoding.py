@@ -121,14 +121,14 @@ class _EncodedMatrix(NamedTuple):
 def _matrices(spec: ParameterSpec, stored: Tensor, out: Tensor) -> list[_EncodedMatrix]:
     """The matrices of a parameter, which are encoded one after the other."""
     columns = spec.shape[-1]
-    whole = out.view(-1, columns)
+    all_rows = out.view(-1, columns)
     if not isinstance(spec.encoding, MatrixStack):
         assert isinstance(spec.encoding, MatrixEncoding | MXFP4Stack)
-        return [_EncodedMatrix(spec.encoding, spec.shape, stored, whole)]
+        return [_EncodedMatrix(spec.encoding, spec.shape, stored, all_rows)]
     encodings = [encoding for encoding, _ in spec.encoding.matrices]
     shapes = [(rows, columns) for _, rows in spec.encoding.matrices]
     sizes = [encoded_bytes(*pair) for pair in zip(encodings, shapes, strict=True)]
-    weights = torch.split(whole, [rows for rows, _ in shapes])
+    weights = torch.split(all_rows, [rows for rows, _ in shapes])
     return list(map(_EncodedMatrix, encodings, shapes, torch.split(stored, sizes), weights))
 
 

@@ -57,9 +57,9 @@ def described(factory: Any) -> dict[str, Any]:
     The options are those that ``functools.partial`` was given.
     """
     keywords = getattr(factory, "keywords", {})
-    made = getattr(factory, "func", factory)
+    optimizer = getattr(factory, "func", factory)  # the class, or a function of the caller's
     options = {name: _recorded(value) for name, value in keywords.items()}
-    return {"name": getattr(made, "__name__", type(made).__name__), **options}
+    return {"name": getattr(optimizer, "__name__", type(optimizer).__name__), **options}
 
 
 def _recorded(value: Any) -> Any:
