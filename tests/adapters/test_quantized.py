@@ -500,6 +500,22 @@ def test_adapters_train_on_coded_weights_as_on_the_decoded_ones(
     assert [name for name, value in before.items() if not torch.equal(value, decoded[name])] == []
 
 
+def test_two_threads_decode_what_a_gradient_is_computed_with(tmp_path: Path) -> None:
+    helpers = []
+
+    def decode(spec: ParameterSpec, stored: torch.Tensor, out: torch.Tensor, helper: Any) -> None:
+        helpers.append(helper)
+        decode_matrix(spec, stored, out, helper)
+
+    decode_matrix = decoding.decode
+    model = open_checkpoint(make(tmp_path, "nf4"), adapter=lora(["q_proj"]))
+    method = FirstOrder(partial(torch.optim.SGD, lr=1e-2))
+    with Engine(model, method) as opened, patch.object(decoding, "decode", decode):
+        opened.step(families.batch())
+    assert helpers
+    assert None not in helpers
+
+
 @pytest.mark.parametrize("method", METHODS)
 # with a tensor for each expert's matrix, and with stacks
 @pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss"])

@@ -35,7 +35,7 @@ from zo2adapters.trainers import preparation, run_plan, trainer
 from zo2adapters.trainers.methods import GradientRun, StepMemory, method_of
 from zo2adapters.trainers.optimization import Noise, Optimization
 from zo2adapters.trainers.options import Batching, Storage, TrainOptions
-from zo2adapters.trainers.preparation import fitting_plan
+from zo2adapters.trainers.preparation import FittingPlan, fitting_plan
 from zo2adapters.trainers.probes import (
     GradientSeconds,
     measured_forward_seconds,
@@ -823,6 +823,17 @@ def test_the_outlook_of_a_streamed_run_counts_blocks_that_stream_and_turns(here:
         assert plan.snapshot_bytes == 0
         written.append(plan.written_bytes - plan.spilled_bytes)
     assert written[0] == pytest.approx(2 * written[1], abs=1)
+
+
+def test_zeroth_order_steps_count_what_reading_costs_the_computing(
+    measured: list[tuple[BatchShape, int | None]],
+    options: TrainOptions,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(FittingPlan, "reading_cost", lambda plan, nbytes: 5.0)
+    plan = planned_with(options, Optimization(method="zeroth-order"), tmp_path / "new")
+    assert plan.forward_seconds == 2.0 * len(measured) + 5.0
 
 
 @pytest.mark.parametrize("streams", [True, False])
