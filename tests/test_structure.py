@@ -183,7 +183,7 @@ MOST_NODES = {
     "zo2adapters/models": 44727,
     "zo2adapters/tasks": 26115,
     "zo2adapters/trainers": 34542,
-    "zo2core": 11668,
+    "zo2core": 11749,
     "zo2core/checkpoint": 5248,
     "zo2core/encodings": 5602,
     "zo2core/estimators": 7141,
@@ -191,12 +191,12 @@ MOST_NODES = {
     "zo2core/journal": 4797,
     "zo2core/kernels": 6912,
     "zo2core/methods": 6384,
-    "zo2core/optimizers": 3957,
+    "zo2core/optimizers": 3911,
     "zo2core/planning": 3723,
     "zo2core/schedulers": 4386,
     "zo2core/sources": 5884,
-    "zo2core/sweep": 15057,
-    "zo2core/workers": 2971,
+    "zo2core/sweep": 15062,
+    "zo2core/workers": 2902,
 }
 MOST_WAYS = 15  # through a function: one, and one for each branch, loop, handler, `and` and `or`
 MOST_PARAMETERS = 8
