@@ -40,8 +40,7 @@ from zo2core.schedulers.overlapped import open_scheduler
 from zo2core.schedulers.profiling import Timeline
 from zo2core.sources import SegmentStore
 from zo2core.sources.segment_store import BaseDigests, SegmentDigest, laid_out_as_on_disk
-from zo2core.sweep.joined_products import JoinedProducts, large_weights
-from zo2core.sweep.perturbers import is_readable, named_views
+from zo2core.sweep.perturbers import named_views
 from zo2core.sweep.visitor import ExclusiveUse, sole_use
 from zo2core.types import (
     Batch,
@@ -90,10 +89,7 @@ class _Opened:
             self._layouts = model.layouts
             self._memory = device.empty(decoded_bytes(model.layouts))
             self._helper: ThreadPoolExecutor | None = None
-            # elsewhere each thread has a stream of its own
-            self.joins_products = device.torch_device.type == "cpu"
-            self.products = JoinedProducts()
-            if self.joins_products:
+            if device.torch_device.type == "cpu":
                 self._helper = opened.enter_context(
                     ThreadPoolExecutor(1, thread_name_prefix="zo2-decode")
                 )
@@ -238,7 +234,6 @@ class SharedBase:
         takes_steps = request.takes_steps or request.updates > 0 or request.trained_copies > 0
         changes = takes_steps and isinstance(request.perturbation, DensePerturbation)
         run = SharedRun(self, self._model, model, timeline, digests, changes_base=changes)
-        run.forms_weights = not isinstance(request.perturbation, DensePerturbation)
         with self._use.locked():  # an iteration over parameters has a bucket
             self._close_segments()
         try:
@@ -381,35 +376,14 @@ class _SharedVisitor:
         self._position += 1
         if not here:
             raise _SweepEnded
+        digest = self._opened.digests.known(self._layouts[index])
         decoded = self._opened.decoded(index, store)
-        together = self._independent(here, index, decoded)
-        if len(together) > 1:
-            visits = [
-                partial(self._visit_of_run, sweep, index, store, decoded) for sweep in together
-            ]
-            self._opened.products.run(visits, large_weights(decoded))
-            here = [sweep for sweep in here if sweep not in together]
         for sweep in here:
-            self._visit_of_run(sweep, index, store, decoded)
-
-    def _visit_of_run(self, sweep: _RunSweep, index: int, store: Store, decoded: Store) -> None:
-        """Let one run visit a segment; an error ends its sweep."""
-        try:
-            sweep.run.check(index, store, self._opened.digests.known(self._layouts[index]))
-            sweep.run.visit(sweep.visit, index, decoded)
-        except Exception as error:  # of one run: it ends alone, and raises it
-            sweep.error = error
-
-    def _independent(
-        self, sweeps: Sequence[_RunSweep], index: int, decoded: Store
-    ) -> list[_RunSweep]:
-        """The runs whose visits of a segment with large weights may take turns: those that do not
-        use the shared work buffer.
-        """
-        is_block = self._layouts[index].kind is SegmentKind.BLOCK
-        if not (self._opened.joins_products and is_block and large_weights(decoded)):
-            return []
-        return [sweep for sweep in sweeps if sweep.run.reads_in_place(index, decoded)]
+            try:
+                sweep.run.check(index, store, digest)
+                sweep.run.visit(sweep.visit, index, decoded)
+            except Exception as error:  # of one run: it ends alone, and raises it
+                sweep.error = error
 
 
 class SharedRun:
@@ -436,21 +410,18 @@ class SharedRun:
         self.timeline = timeline
         self._digests = digests
         self.activation_bytes = 0  # for its activations
-        self.forms_weights = False  # whether low-rank updates may be added to copies of weights
         self._checked: set[int] = set()
         if [layout.kind for layout in model.layouts] != [layout.kind for layout in shared.layouts]:
             raise _other_base(
                 f"{len(model.layouts)} segments",
                 f"the {len(shared.layouts)} segments of the shared base",
             )
-        self._of_base: set[str] = set()  # names of the parameters that are the base's
         # For each parameter: its position in the base, or own memory.
         self._sources: list[list[int | torch.Tensor]] = []
         # of own memory; None: it has to be read
         self._versions: list[int | None] = [None] * len(shared.layouts)
         for index, layout in enumerate(model.layouts):
             positions = _positions(model, shared, index, changes_base=changes_base)
-            self._of_base.update(positions)
             beside = [spec for spec in layout.parameters if spec.name not in positions]
             memory = base.device.empty(packed_bytes(beside))
             sources: dict[str, int | torch.Tensor] = {**positions, **named_views(beside, memory)}
@@ -480,19 +451,6 @@ class SharedRun:
         """
         return tuple(
             shared[source] if isinstance(source, int) else source for source in self._sources[index]
-        )
-
-    def reads_in_place(self, index: int, shared: Store) -> bool:
-        """Whether the run's forwards read a segment where it is shared, without the work buffer."""
-        layout = self._model.layouts[index]
-        # weights of several blocks are copied to the work buffer where they are not aligned
-        borrows = any(spec.frozen and spec.name in self._of_base for spec in layout.borrowed)
-        if self.forms_weights or borrows:
-            return False
-        views = self.views(index, shared)
-        return all(
-            spec.frozen and is_readable(spec, view)
-            for spec, view in zip(layout.parameters, views, strict=True)
         )
 
     def visit(self, visit: VisitSegment, index: int, shared: Store) -> None:

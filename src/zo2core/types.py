@@ -327,19 +327,6 @@ def work_bytes(layouts: Sequence[BlockLayout]) -> int:
     return max(packed_bytes([spec.in_forward() for spec in layout.used]) for layout in layouts)
 
 
-def borrowed_in_forward(layout: BlockLayout) -> list[ParameterSpec]:
-    """The trained parameters that a segment borrows, such as an adapter's, as its forward reads
-    them.
-    """
-    return [spec.in_forward() for spec in layout.borrowed if not spec.frozen]
-
-
-def borrowed_bytes(layouts: Sequence[BlockLayout]) -> int:
-    """Return the bytes of the trained parameters that a block borrows, the most of any block."""
-    blocks = [layout for layout in layouts if layout.kind is SegmentKind.BLOCK]
-    return max((packed_bytes(borrowed_in_forward(layout)) for layout in blocks), default=0)
-
-
 def keeps_unrounded(spec: ParameterSpec, *, perturbs_in_place: bool) -> bool:
     """Whether a weight is perturbed unrounded, in memory of its own, while the work buffer has the
     rounded weight.

@@ -14,6 +14,7 @@ from torch import nn
 from zo2adapters import Adapter, open_checkpoint
 from zo2adapters.models import fused_lora
 from zo2core import Engine, FirstOrder
+from zo2core.errors import ZO2Warning
 from zo2core.kernels import thin
 
 peft = pytest.importorskip("peft")
@@ -144,6 +145,14 @@ def test_other_layers_take_pefts_own_path(name: str, monkeypatch: pytest.MonkeyP
     fused_lora.fuse(model.modules())
     gradients(model, drawn_input((3, 5), torch.float32))
     assert not calls
+
+
+def test_a_line_says_where_the_order_of_sums_is_unknown(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = adapted(torch.float32, r=4)
+    monkeypatch.setattr(fused_lora, "is_compiled", lambda: True)
+    monkeypatch.setattr(thin, "order_of", lambda *_: None)
+    with pytest.warns(ZO2Warning, match="most LoRA layers run peft's own passes"):
+        fused_lora.fuse(model.modules())
 
 
 @pytest.mark.parametrize("case", ["one row", "autocast", "disabled", "merged", "other sums"])

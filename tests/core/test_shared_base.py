@@ -5,7 +5,7 @@ fail at.
 import shutil
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -16,13 +16,11 @@ import pytest
 import torch
 from engines import assert_equal, behind_copies, first_order, outcome, weights, zeroth_order
 from engines import memory as stored
-from families import small_config as family_config
 from hypothesis import given
 from hypothesis import strategies as st
 from models import make_batch, save_model, small_config
 from peft_models import lora
 from profiles import examples
-from torch.nn import functional
 
 from zo2adapters import Adapter, open_checkpoint
 from zo2adapters.models.conversion import quantize
@@ -48,10 +46,8 @@ from zo2core.errors import (
 )
 from zo2core.schedulers.lockstep import Lockstep
 from zo2core.sources import SegmentStore
-from zo2core.sweep import joined_products, perturbers
 from zo2core.sweep.gradient_visitor import GraphRoom
-from zo2core.sweep.joined_products import JoinedProducts, compares_equal
-from zo2core.types import Lane, ParameterSpec
+from zo2core.types import Lane
 
 BUCKETS = (None, 1, 2)
 BASES = ("opt", "llama", "llama-nf4")
@@ -72,8 +68,9 @@ def bases(tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, Path]:
 
 def adapted(base: Path, number: int) -> Any:
     targets = ["q_proj", "fc1" if base.name == "opt" else "up_proj"]
-    config = lora(r=1 + number // 2, target_modules=targets)
-    return open_checkpoint(base, adapter=Adapter(config=config, seed=number))
+    return open_checkpoint(
+        base, adapter=Adapter(config=lora(r=1 + number, target_modules=targets), seed=number)
+    )
 
 
 def low_rank(base: Path, number: int, **options: Any) -> Engine:
@@ -176,9 +173,7 @@ def test_runs_together_are_the_runs_apart(bases: Mapping[str, Path], data: st.Da
     overlap, device = draw(st.booleans()), draw(st.sampled_from(["cpu", "cpu", "threads"]))
     policy = memory(buckets, budget=draw(st.sampled_from([0, 1 << 40])))
     policy = policy if device == "threads" and overlap else MemoryPolicy(host=policy.host)
-    least = draw(st.sampled_from([1, joined_products.LEAST_WEIGHTS]))
     with ExitStack() as open_runs:
-        open_runs.enter_context(patch.object(joined_products, "LEAST_WEIGHTS", least))
         made = open_runs.enter_context(device_of(device))
         shared = open_runs.enter_context(
             SharedBase(open_checkpoint(base), device=made, memory=policy, overlap=overlap)
@@ -207,144 +202,6 @@ def test_runs_together_are_the_runs_apart(bases: Mapping[str, Path], data: st.Da
             before = alone(base, number, drawn, device=made)
         assert losses[number] == before[0]
         assert_equal(learned[number], before[1])
-
-
-@contextmanager
-def counted_rows() -> Iterator[list[int]]:
-    """Within the context runs wait for each other at all frozen layers of blocks; yields the number
-    of rows of each product.
-    """
-    rows: list[int] = []
-    multiply = joined_products._Product.of
-
-    def counted(product: Any, part: torch.Tensor) -> torch.Tensor:
-        rows.append(part.numel() // part.shape[-1])
-        return multiply(product, part)
-
-    with (
-        patch.object(joined_products, "LEAST_WEIGHTS", 1),
-        patch.object(joined_products._Product, "of", counted),
-    ):
-        yield rows
-
-
-@pytest.mark.parametrize("base", BASES)
-@pytest.mark.parametrize("bits", ["of the library", "other"])
-def test_one_product_takes_the_rows_of_all_runs_where_it_has_the_bits_of_each(
-    bases: Mapping[str, Path], base: str, bits: str
-) -> None:
-    folder = bases[base]
-    with ExitStack() as opened:
-        shared = opened.enter_context(SharedBase(open_checkpoint(folder)))
-        made = {
-            number: opened.enter_context(adamw(folder, number, source=shared))
-            for number in range(3)
-        }
-        rows = opened.enter_context(counted_rows())
-        equal: list[bool] = []
-
-        def compared(*given: Any) -> bool:
-            equal.append(bits == "of the library" and compares_equal(*given))
-            return equal[-1]
-
-        opened.enter_context(patch.object(joined_products, "compares_equal", compared))
-        losses: dict[int, list[float]] = {number: [] for number in made}
-        for step in range(2):
-            results = stepped(
-                shared, {engine: batch_of(number, step) for number, engine in made.items()}
-            )
-            for number, engine in made.items():
-                losses[number].append(results[engine].loss)
-        learned = {number: weights(engine) for number, engine in made.items()}
-    most = max(batch_of(number, 0)["input_ids"].numel() for number in made)
-    of_all = sum(count > most for count in rows)
-    compared_products = len(equal) if bits == "of the library" else 0
-    assert equal
-    assert (of_all > compared_products) == any(equal)
-    for number in made:
-        before = alone(folder, number, Drawn("adamw", 0, 2))
-        assert losses[number] == before[0]
-        assert_equal(learned[number], before[1])
-
-
-def test_runs_keep_their_bits_where_weights_of_several_blocks_are_not_aligned(
-    tmp_path: Path,
-) -> None:
-    base = save_model(tmp_path / "base", family_config("zamba2"))
-    read_in_place = perturbers.is_readable
-
-    def is_readable(spec: ParameterSpec, stored: torch.Tensor) -> bool:
-        return "shared_transformer" not in spec.name and read_in_place(spec, stored)
-
-    def made(rank: int, **options: Any) -> Engine:
-        adapter = Adapter(config=lora(r=rank, target_modules=["q_proj"]), seed=rank)
-        model = open_checkpoint(base, adapter=adapter)
-        return first_order(model, partial(torch.optim.SGD, lr=1e-2), **options)
-
-    batch = batch_of(0, 0)
-    with patch.object(perturbers, "is_readable", is_readable), counted_rows():
-        expected = {}
-        for rank in (4, 1):
-            with made(rank) as engine:
-                engine.step(batch)
-                expected[rank] = weights(engine)
-        with (
-            SharedBase(open_checkpoint(base)) as shared,
-            made(4, source=shared) as first,  # whose work buffer has room for that of the other
-            made(1, source=shared) as second,
-        ):
-            stepped(shared, {first: batch, second: batch})
-            assert_equal(weights(first), expected[4])
-            assert_equal(weights(second), expected[1])
-
-
-def test_a_run_that_fails_between_products_ends_alone(bases: Mapping[str, Path]) -> None:
-    base = bases["llama"]
-    failed = ArithmeticError("broken")
-    with (
-        SharedBase(open_checkpoint(base)) as shared,
-        adamw(base, 0, source=shared) as first,
-        adamw(base, 1, source=shared) as broken,
-        counted_rows() as rows,
-    ):
-        layer = cast("Any", broken)._run.model.skeleton.model.layers[1]
-        with patch.object(layer.mlp, "forward", side_effect=failed):
-            results = shared.step({first: batch_of(0, 0), broken: batch_of(1, 0)})
-        assert results[broken] is failed
-        assert rows
-        assert cast("Any", results[first]).loss == alone(base, 0, Drawn("adamw", 0, 1))[0][0]
-        stepped(shared, {broken: batch_of(1, 0)})
-        assert_equal(weights(broken), alone(base, 1, Drawn("adamw", 0, 1))[1])
-
-
-def test_only_products_with_equal_weights_and_biases_are_joined() -> None:
-    generator = torch.Generator().manual_seed(0)
-    weight = torch.randn(8, 8, generator=generator)
-    layers: list[tuple[torch.Tensor, torch.Tensor | None]] = [
-        (weight, None),
-        (weight, torch.ones(8)),
-        (weight, torch.full((8,), 2.0)),
-        (weight.T, None),
-        (weight[:4], None),
-    ]
-    rows = [torch.randn(3, 8, generator=generator) for _ in layers]
-    products = JoinedProducts()
-    results = products.run(
-        [
-            partial(functional.linear, part, *layer)
-            for part, layer in zip(rows, layers, strict=True)
-        ],
-        [weight],
-    )
-    for result, part, layer in zip(results, rows, layers, strict=True):
-        assert isinstance(result, torch.Tensor)
-        assert torch.equal(result, functional.linear(part, *layer))
-
-
-def test_products_are_compared_on_rows_that_are_not_zero() -> None:
-    parts = [torch.zeros(2, 8), torch.zeros(3, 8)]
-    assert compares_equal(lambda rows: rows * 2, parts)
-    assert not compares_equal(lambda rows: rows * len(rows), parts)
 
 
 def test_inputs_that_have_no_room_on_a_device_wait_in_host_memory(

@@ -11,6 +11,7 @@ What it computes is peft's, operation for operation: the products are those of
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterable
 from concurrent.futures import Executor, ThreadPoolExecutor
 from copy import deepcopy
@@ -20,10 +21,12 @@ import torch
 from torch import nn
 
 from zo2adapters.models.library_names import names_of
+from zo2core.errors import ZO2Warning
 from zo2core.kernels.thin import (
     MOST_COLUMNS,
     Product,
     is_compiled,
+    knows_library,
     multiply,
     order_of,
     sums_in_order,
@@ -165,12 +168,21 @@ def _multiplied(
 def fuse(modules: Iterable[nn.Module]) -> None:
     """Replace the forward of the LoRA layers among these modules that peft computes in the plain
     way.
+
+    Warns where the order of torch's sums is not known, so that peft's own forward runs instead.
     """
     with names_of("peft"):
         from peft.tuners.lora import layer as lora
 
     if not is_compiled():
         return
+    if not knows_library():
+        warnings.warn(
+            "most LoRA layers run peft's own passes, slower and with the same bits: on this "
+            "machine, torch's library adds products in an order that is not known here",
+            ZO2Warning,
+            stacklevel=2,
+        )
     helpers = ThreadPoolExecutor(thread_name_prefix="zo2-lora")
     for layer in modules:
         if type(layer) is lora.Linear and _is_plain(layer):

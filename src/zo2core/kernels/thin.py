@@ -29,6 +29,7 @@ _COMPARED_ROWS = 1024  # a product of more rows is compared in a sample of so ma
 _ROWS_AT_ONCE = 64  # of a library's product: the rest of the rows is computed by other code
 _COMPARED_SUMS = 512  # at least, since few may be equal by chance
 _WORK_OF_A_THREAD = 1 << 21  # products from which another thread pays
+_COMMON = (256, 512, 8)  # outer and inner dimension and columns of a product like LoRA's
 _LINE = 32  # rows or columns of which one thread computes all, since they share a line of the cache
 
 
@@ -150,6 +151,14 @@ def _order_of(
             order for order in orders if torch.equal(multiply(product, wide, thin, order), expected)
         ]
     return orders[0] if orders else None
+
+
+def knows_library() -> bool:
+    """Whether the order of the library's sums is known for products of a common shape.
+
+    Where it is not, it is likely known for few others.
+    """
+    return any(order_of(product, *_COMMON) is not None for product in Product)
 
 
 def _compared(rows: int) -> int:

@@ -43,7 +43,6 @@ from zo2core.types import (
     BlockLayout,
     SegmentKind,
     aligned,
-    borrowed_bytes,
     shown_bytes,
     trained,
     unrounded_bytes,
@@ -351,9 +350,7 @@ class RunRequest:
     ) -> Self:
         """The request of a base for several runs, with what each needs beside it."""
         activations = max(1, sum(run.memory.activation_bytes for run in runs))
-        beside = sum(
-            run.factor_bytes + run.trained_bytes + borrowed_bytes(run.layouts) for run in runs
-        )
+        beside = sum(run.factor_bytes + run.trained_bytes for run in runs)
         return cls(
             layouts=layouts,
             on_disk=on_disk,

@@ -66,11 +66,8 @@ from zo2core.types import (
     Evaluation,
     ParameterSpec,
     Program,
-    SegmentKind,
     Update,
     aligned,
-    borrowed_bytes,
-    borrowed_in_forward,
     divide_tied,
     flat_views,
     keeps_unrounded,
@@ -82,13 +79,6 @@ from zo2core.types import (
 # Products of float32 vectors round differently if a matrix is not aligned to this. Tensors in a
 # file may not be.
 _READ_ALIGNMENT = 16  # bytes
-
-
-def is_readable(spec: ParameterSpec, stored: torch.Tensor) -> bool:
-    """Whether a forward reads a frozen weight where it is stored, with the bits of the buffer."""
-    # of ``in_forward()``, which would be made anew at each visit
-    dtype = spec.dtype if spec.forward_dtype is None else spec.forward_dtype
-    return stored.dtype is dtype and stored.data_ptr() % _READ_ALIGNMENT == 0
 
 
 class ParameterView(NamedTuple):
@@ -126,7 +116,7 @@ class ParameterView(NamedTuple):
         """Return the memory from which modules read the weight: its store if that gives the same
         bits, else the buffer.
         """
-        if is_readable(self.spec, stored):
+        if stored.dtype is self.work.dtype and stored.data_ptr() % _READ_ALIGNMENT == 0:
             return stored.view(self.spec.shape)
         self.load(stored, helper)
         return self.work.view(self.spec.shape)
@@ -170,7 +160,6 @@ class WorkBuffer:
         self.keeps_noise = keep_noise and not isinstance(noise, CounterNoise)
         memory = _Memory(
             work=(device.empty if allocate is None else allocate)(work_bytes(layouts)),
-            borrowed=None if allocate is None else device.empty(borrowed_bytes(layouts)),
             unrounded=device.empty(unrounded_bytes(layouts, perturbs_in_place=perturbs_in_place)),
             z=device.empty(noise_bytes(layouts)) if self.keeps_noise else None,
             low_bit=device.empty(low_bit_bytes(layouts)),
@@ -247,9 +236,6 @@ class _Memory(NamedTuple):
     """The memory of a work buffer, uint8, which segments use in turn."""
 
     work: torch.Tensor  # weights as forwards read them
-    # the trained weights that a block borrows, where other runs have the rest of the work memory,
-    # too, and visit the block in turn; None: they are in ``work``
-    borrowed: torch.Tensor | None
     unrounded: torch.Tensor  # perturbed weights whose rounded copy is in ``work``
     z: torch.Tensor | None  # noise that is kept; None: it is drawn again
     low_bit: torch.Tensor  # in which a weight is rounded to its transfer dtype
@@ -299,8 +285,6 @@ def _parameter_views(
     """The parameters that a segment uses, in drawing order."""
     specs = list({spec.name: spec for spec in layout.used}.values())
     works = named_views([spec.in_forward() for spec in specs], memory.work)
-    if memory.borrowed is not None and layout.kind is SegmentKind.BLOCK:
-        works |= named_views(borrowed_in_forward(layout), memory.borrowed)
     with_unrounded = [
         spec for spec in specs if keeps_unrounded(spec, perturbs_in_place=memory.perturbs_in_place)
     ]
