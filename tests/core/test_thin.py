@@ -2,14 +2,15 @@
 
 import ctypes
 import ctypes.util
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 
 import pytest
 import torch
 from profiles import each_choice
 
-from zo2core.kernels import thin
+from zo2core.kernels import dispatch, thin
 from zo2core.kernels.thin import Order, Product
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -130,25 +131,59 @@ def test_where_no_order_is_torchs_torch_computes(
     assert torch.equal(result, product.by_torch(wide * 3, right))
 
 
+RUN = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
+IN_THREADS = ctypes.CFUNCTYPE(None, RUN, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint)
+
+
+@contextmanager
+def own_threads() -> Iterator[list[int]]:
+    """Within the context parts of products run in other threads than those of torch's library;
+    yields the number of threads that each product asked for.
+    """
+    asked: list[int] = []
+
+    def run_in_threads(run: Callable[[int], None], argument: int, threads: int, _: int) -> None:
+        asked.append(threads)
+        with ThreadPoolExecutor(threads) as pool:
+            list(pool.map(run, [argument] * threads))
+
+    function = IN_THREADS(run_in_threads)
+    dispatch.functions().zo2core_use_threads(ctypes.cast(function, ctypes.c_void_p))
+    try:
+        yield asked
+    finally:
+        dispatch.functions().zo2core_use_threads(dispatch.torch_threads())
+
+
 @pytest.mark.parametrize("threads", [1, 2, 3])
-@pytest.mark.parametrize("rows", [2, 7, 65])
+@pytest.mark.parametrize("rows", [2, 7, 65, 130])
 def test_threads_change_no_bits(rows: int, threads: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(thin, "_WORK_OF_A_THREAD", 100)
-    monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
     left, right = drawn(rows, 8), drawn(8, 700)
     base = drawn(rows, 700).bfloat16()
-    out, alone = base.clone(), torch.empty_like(base)
-    thin.thin_product(alone, left, right, base, scale=0.3)
-    with ThreadPoolExecutor(2) as helpers:
-        thin.thin_product(out, left, right, out, scale=0.3, helpers=helpers)
-        assert torch.equal(out, alone)
+    order = Order(192, is_fused=True)
+
+    def results() -> list[torch.Tensor]:
+        out = base.clone()
+        thin.thin_product(out, left, right, out, scale=0.3)
+        products = []
         for product in PRODUCTS:
             wide = base if product is not Product.ALONG_ROWS else base.t().contiguous()
             thin_matrix = drawn(wide.shape[product.is_along_rows], 8)
-            order = Order(192, is_fused=True)
-            expected = thin.multiply(product, wide, thin_matrix, order)
-            in_parts = thin.multiply(product, wide, thin_matrix, order, helpers=helpers)
-            assert torch.equal(in_parts, expected)
+            products.append(thin.multiply(product, wide, thin_matrix, order))
+        return [out, *products]
+
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
+    expected = results()
+    monkeypatch.setattr(thin, "_WORK_OF_A_PART", 1)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
+    of_torch = results()
+    with own_threads() as asked:
+        others = results()
+    for alone, *in_parts in zip(expected, of_torch, others, strict=True):
+        assert all(torch.equal(alone, result) for result in in_parts)
+    # two products along columns, and one along the columns of the others' rows, have 700 each
+    divided = 0 if threads == 1 else 3 if rows < 64 else 5
+    assert asked == [threads] * divided
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

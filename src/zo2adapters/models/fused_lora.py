@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterable
-from concurrent.futures import Executor, ThreadPoolExecutor
 from copy import deepcopy
 from typing import Any, cast
 
@@ -41,12 +40,10 @@ class FusedForward:
 
     Args:
         layer: A ``peft.tuners.lora.Linear`` around a linear layer, without dropout.
-        helpers: Threads that compute parts of the products.
     """
 
-    def __init__(self, layer: Any, helpers: Executor) -> None:
+    def __init__(self, layer: Any) -> None:
         self._layer = layer
-        self._helpers = helpers
 
     def __call__(self, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         """The layer's output, as peft's forward computes it."""
@@ -60,12 +57,12 @@ class FusedForward:
             return self._forward_of_peft(x)
         scale = layer.scaling[active[0]]
         apply: Any = _AddedTerm.apply  # autograd's is untyped
-        output = apply(x, layer.base_layer(x), down, up, scale, self._helpers)
+        output = apply(x, layer.base_layer(x), down, up, scale)
         return cast("torch.Tensor", output)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> FusedForward:
-        """The forward of a copy of the layer, with the same threads."""
-        return FusedForward(deepcopy(self._layer, memo), self._helpers)
+        """The forward of a copy of the layer."""
+        return FusedForward(deepcopy(self._layer, memo))
 
     def _forward_of_peft(self, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         output: Any = type(self._layer).forward(self._layer, x, *args, **kwargs)
@@ -100,7 +97,6 @@ class _AddedTerm(torch.autograd.Function):
         down: torch.Tensor,
         up: torch.Tensor,
         scale: float,
-        helpers: Executor,
     ) -> torch.Tensor:
         """Add the term to the base layer's output.
 
@@ -111,10 +107,9 @@ class _AddedTerm(torch.autograd.Function):
             down: A, (rank, inputs), float32.
             up: B, (outputs, rank), float32.
             scale: The adapter's scaling.
-            helpers: Threads that compute parts of the products.
         """
         wide = x.reshape(-1, x.shape[-1]).contiguous()
-        thin = _multiplied(Product.ALONG_ROWS_BY_TRANSPOSE, wide, down.t(), 1.0, helpers)
+        thin = _multiplied(Product.ALONG_ROWS_BY_TRANSPOSE, wide, down.t(), 1.0)
         output = result
         if result._is_view():  # of a layer with a bias; autograd forbids to write over a view
             output = torch.empty_like(result)
@@ -126,11 +121,9 @@ class _AddedTerm(torch.autograd.Function):
             up.t().contiguous(),
             result.view(-1, len(up)),
             scale=scale,
-            helpers=helpers,
         )
         ctx.save_for_backward(x, down, up, thin)
         ctx.scale = scale
-        ctx.helpers = helpers
         return output
 
     @staticmethod
@@ -139,30 +132,30 @@ class _AddedTerm(torch.autograd.Function):
         [gradient] = gradients
         x, down, up, thin = ctx.saved_tensors
         needs_input, _, needs_down, needs_up, *_ = ctx.needs_input_grad
-        scale, helpers = ctx.scale, ctx.helpers
+        scale = ctx.scale
         wide = gradient.reshape(-1, len(up)).contiguous()
         read = x.reshape(-1, x.shape[-1]).contiguous()
         of_up = of_input = of_down = None
         if needs_up:
-            of_up = _multiplied(Product.ALONG_COLUMNS, wide, thin, scale, helpers)
+            of_up = _multiplied(Product.ALONG_COLUMNS, wide, thin, scale)
         if needs_input or needs_down:
-            of_thin = _multiplied(Product.ALONG_ROWS, wide, up, scale, helpers)
+            of_thin = _multiplied(Product.ALONG_ROWS, wide, up, scale)
         if needs_down:
             product = Product.ALONG_COLUMNS_TRANSPOSED
-            of_down = _multiplied(product, read, of_thin, 1.0, helpers)
+            of_down = _multiplied(product, read, of_thin, 1.0)
         if needs_input:
             of_input = torch.empty(x.shape, dtype=x.dtype)
-            thin_product(of_input.view(read.shape), of_thin, down.contiguous(), helpers=helpers)
-        return of_input, gradient, of_down, of_up, None, None
+            thin_product(of_input.view(read.shape), of_thin, down.contiguous())
+        return of_input, gradient, of_down, of_up, None
 
 
 def _multiplied(
-    product: Product, wide: torch.Tensor, thin: torch.Tensor, scale: float, helpers: Executor
+    product: Product, wide: torch.Tensor, thin: torch.Tensor, scale: float
 ) -> torch.Tensor:
     """Multiply ``scale * wide`` with a thin matrix, with the bits of torch's product."""
     outer, inner = wide.shape if product.is_along_rows else wide.shape[::-1]
     order = order_of(product, outer, inner, thin.shape[1])
-    return multiply(product, wide, thin, order, scale=scale, helpers=helpers)
+    return multiply(product, wide, thin, order, scale=scale)
 
 
 def fuse(modules: Iterable[nn.Module]) -> None:
@@ -183,11 +176,10 @@ def fuse(modules: Iterable[nn.Module]) -> None:
             ZO2Warning,
             stacklevel=2,
         )
-    helpers = ThreadPoolExecutor(thread_name_prefix="zo2-lora")
     for layer in modules:
         if type(layer) is lora.Linear and _is_plain(layer):
             replaced: Any = layer
-            replaced.forward = FusedForward(layer, helpers)
+            replaced.forward = FusedForward(layer)
 
 
 def unfuse(modules: Iterable[nn.Module]) -> None:

@@ -29,7 +29,7 @@ from zo2core.kernels import reference
 from zo2core.kernels.programs import Draw, table
 from zo2core.types import Distribution, Perturb, Program
 
-_REVISION = 15  # of the C files
+_REVISION = 16  # of the C files
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 
 
@@ -65,10 +65,24 @@ def _loaded(path: Path) -> ctypes.CDLL | None:
                 f"{path}: revision {revision} of the kernels, where {_REVISION} is expected"
             )
         _declare(loaded)
+        loaded.zo2core_use_threads(torch_threads())
     except (OSError, AttributeError) as error:  # the latter for a function that is not in it
         _warn_of_reference(" ".join(str(error).split())[:300])
         return None
     return loaded
+
+
+def torch_threads() -> ctypes.c_void_p | None:
+    """OpenMP's function that runs another one in the threads of torch's library; None: torch has
+    been built without, and one thread does all.
+
+    These threads wait for torch's work already. Others would take turns with them on the same
+    cores.
+    """
+    try:
+        return ctypes.cast(ctypes.CDLL(None).GOMP_parallel, ctypes.c_void_p)
+    except (AttributeError, OSError):
+        return None
 
 
 def _warn_of_reference(reason: str) -> None:
@@ -99,6 +113,7 @@ def _require_whole(path: Path) -> None:
 
 def _declare(loaded: ctypes.CDLL) -> None:
     integer = ctypes.c_int
+    unsigned = ctypes.c_uint
     real = ctypes.c_float
     size = ctypes.c_size_t
     pointer = ctypes.c_void_p
@@ -144,9 +159,10 @@ def _declare(loaded: ctypes.CDLL) -> None:
         "decode_gguf": (integer, pointer, pointer, integer, pointer, *[u64] * 6),
         "form": (*matrix, pointer, u64, u64, u64),
         "encode_float8": (pointer, pointer, pointer, real, real, u64, u64),
-        "thin_product": (*matrix, pointer, real, u64, u64, u64),
-        "row_sums": (*matrix, real, u64, u64, u64, u64, u64, integer),
-        "column_sums": (*matrix, real, u64, u64, u64, u64, u64, integer, u64, integer),
+        "thin_product": (*matrix, pointer, real, u64, u64, u64, u64, unsigned),
+        "row_sums": (*matrix, real, u64, u64, u64, u64, integer, u64, unsigned),
+        "column_sums": (*matrix, real, u64, u64, u64, u64, integer, u64, unsigned, integer),
+        "use_threads": (pointer,),
     }.items():
         function = getattr(loaded, f"zo2core_{name}")
         function.argtypes, function.restype = arguments, None

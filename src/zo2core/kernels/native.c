@@ -13,6 +13,7 @@
 #include <string.h>
 
 #include "floats.h"
+#include "parallel.h"
 
 enum { CHUNK = 1024 };  /* elements, worked on while they are in the first cache; a multiple of both groups of reference.py */
 enum { GAUSSIAN, RADEMACHER };
@@ -221,7 +222,11 @@ CLONES static void apply(int dtype, float *theta, const float *z, const struct i
 /* ---- Exported functions ---- */
 
 /* Raised whenever an exported function of any source changes its arguments or results; the loader compares it. */
-PUBLIC int zo2core_revision(void) { return 15; }
+PUBLIC int zo2core_revision(void) { return 16; }
+
+parallel *run_in_threads = NULL;
+
+PUBLIC void zo2core_use_threads(parallel *function) { run_in_threads = function; }
 
 /* Write z of the elements from start on. */
 PUBLIC void zo2core_fill(

@@ -5,6 +5,7 @@
 #include <stdbool.h>
 
 #include "floats.h"
+#include "parallel.h"
 
 enum { WIDE = 8, BROAD = 2 };                       /* floats in lanes, lanes of columns at once */
 enum { DEEP = 8, HIGH = 2, ACROSS = 512 };          /* products, rows and columns at once of a product that is added to a base */
@@ -26,6 +27,7 @@ struct sums {
     uint64_t first, last; /* the range of rows, or of columns */
     uint64_t inner, columns, rank;
     uint64_t block;     /* products of which sums are taken that are then added; 0: CHAINS sums by the index modulo CHAINS */
+    bool is_fused;      /* whether a product and its addition round once */
 };
 
 #define FOR_SET(name) name##_plain
@@ -85,34 +87,64 @@ PUBLIC int zo2core_has_fused_products(void) {
 #endif
 }
 
-/* out = round(base + scale * (left right)), or without a base out = round(left right).
+/* out = round(base + scale * (left right)), or without a base out = round(left right), in parts of `rows_at_once` rows.
  *
  * out and base have `rows` of `columns` numbers of the dtype, and may be the same memory; left (rows, rank) and right
  * (rank, columns) are float32. Products are added one after the other, each in one rounding. */
+struct addition {
+    int dtype;
+    void *out;
+    const void *base;
+    const float *left, *right;
+    float scale;
+    uint64_t columns, rank;
+};
+
+static void add_rows(const void *addition, uint64_t first, uint64_t last) {
+    const struct addition *of = addition;
+    const uint64_t place = first * of->columns * (of->dtype == FLOAT32 ? 4 : 2);
+    BEST(
+        add_thin_product, of->dtype, (char *)of->out + place, of->base ? (const char *)of->base + place : NULL,
+        of->left + first * of->rank, of->right, of->scale, last - first, of->columns, of->rank);
+}
+
 PUBLIC void zo2core_thin_product(
     int dtype, void *out, const void *base, const float *left, const float *right, float scale, uint64_t rows,
-    uint64_t columns, uint64_t rank) {
-    BEST(add_thin_product, dtype, out, base, left, right, scale, rows, columns, rank);
+    uint64_t columns, uint64_t rank, uint64_t rows_at_once, unsigned threads) {
+    const struct addition of = {dtype, out, base, left, right, scale, columns, rank};
+    run_in_parts(add_rows, &of, rows, rows_at_once, threads);
 }
 
-/* Rows `first` to `last` of out (rows, rank) = (scale * x) thin, for x (rows, inner) and thin (inner, rank). rank is a
+static void sum_rows(const void *sums, uint64_t first, uint64_t last) {
+    struct sums of = *(const struct sums *)sums;
+    of.first = first, of.last = last;
+    BEST(sum_along_rows, &of, of.is_fused);
+}
+
+static void sum_some_columns(const void *sums, uint64_t first, uint64_t last) {
+    struct sums of = *(const struct sums *)sums;
+    of.first = first, of.last = last;
+    BEST(sum_along_columns, &of, of.is_fused);
+}
+
+/* out (rows, rank) = (scale * x) thin, for x (rows, inner) and thin (inner, rank), in parts of `rows_at_once` rows. rank is a
  * multiple of WIDE, and without a block inner is one of CHAINS. */
 PUBLIC void zo2core_row_sums(
-    int dtype, float *out, const void *x, const float *thin, float scale, uint64_t first, uint64_t last, uint64_t inner,
-    uint64_t rank, uint64_t block, int is_fused) {
+    int dtype, float *out, const void *x, const float *thin, float scale, uint64_t rows, uint64_t inner, uint64_t rank,
+    uint64_t block, int is_fused, uint64_t rows_at_once, unsigned threads) {
     const struct sums of = {
-        .dtype = dtype, .out = out, .x = x, .thin = thin, .scale = scale, .first = first, .last = last, .inner = inner,
-        .rank = rank, .block = block};
-    BEST(sum_along_rows, &of, is_fused);
+        .dtype = dtype, .out = out, .x = x, .thin = thin, .scale = scale, .inner = inner, .rank = rank, .block = block,
+        .is_fused = is_fused};
+    run_in_parts(sum_rows, &of, rows, rows_at_once, threads);
 }
 
-/* Columns `first` to `last` of out (rank, columns) = thin^T (scale * x), or of its transpose, for x (inner, columns) and
- * thin (inner, rank). rank is a multiple of WIDE. */
+/* out (rank, columns) = thin^T (scale * x), or its transpose, for x (inner, columns) and thin (inner, rank), in parts of
+ * `columns_at_once` columns. rank is a multiple of WIDE. */
 PUBLIC void zo2core_column_sums(
-    int dtype, float *out, const void *x, const float *thin, float scale, uint64_t first, uint64_t last, uint64_t inner,
-    uint64_t rank, uint64_t block, int is_fused, uint64_t columns, int has_rank_first) {
+    int dtype, float *out, const void *x, const float *thin, float scale, uint64_t columns, uint64_t inner, uint64_t rank,
+    uint64_t block, int is_fused, uint64_t columns_at_once, unsigned threads, int has_rank_first) {
     const struct sums of = {
-        .dtype = dtype, .has_rank_first = has_rank_first, .out = out, .x = x, .thin = thin, .scale = scale, .first = first,
-        .last = last, .inner = inner, .columns = columns, .rank = rank, .block = block};
-    BEST(sum_along_columns, &of, is_fused);
+        .dtype = dtype, .has_rank_first = has_rank_first, .out = out, .x = x, .thin = thin, .scale = scale, .inner = inner,
+        .columns = columns, .rank = rank, .block = block, .is_fused = is_fused};
+    run_in_parts(sum_some_columns, &of, columns, columns_at_once, threads);
 }

@@ -10,11 +10,8 @@ drawn matrices; where the library's order is none of those known here, torch com
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from concurrent.futures import Executor
 from enum import Enum
 from functools import cache
-from itertools import pairwise
 from typing import NamedTuple
 
 import torch
@@ -28,7 +25,7 @@ _CHAINS = 4  # sums that ``Order.block`` of 0 means
 _COMPARED_ROWS = 1024  # a product of more rows is compared in a sample of so many
 _ROWS_AT_ONCE = 64  # of a library's product: the rest of the rows is computed by other code
 _COMPARED_SUMS = 512  # at least, since few may be equal by chance
-_WORK_OF_A_THREAD = 1 << 21  # products from which another thread pays
+_WORK_OF_A_PART = 1 << 17  # products that one thread computes at once
 _COMMON = (256, 512, 8)  # outer and inner dimension and columns of a product like LoRA's
 _LINE = 32  # rows or columns of which one thread computes all, since they share a line of the cache
 
@@ -175,7 +172,6 @@ def multiply(
     order: Order | None,
     *,
     scale: float = 1.0,
-    helpers: Executor | None = None,
 ) -> torch.Tensor:
     """Multiply ``scale * wide`` with a thin matrix, in float32.
 
@@ -185,7 +181,6 @@ def multiply(
         thin: (inner, columns), float32.
         order: That of torch's sums; None: torch computes the product.
         scale: Factor of the wide matrix.
-        helpers: Run parts of the work in parallel, as many as torch has threads; None: nothing.
     """
     if order is None:
         widened = wide.float()
@@ -199,18 +194,13 @@ def multiply(
     outer = wide.shape[0 if product.is_along_rows else 1]
     has_columns_first = product is Product.ALONG_COLUMNS_TRANSPOSED
     out = torch.empty((width, outer) if has_columns_first else (outer, width))
-    values = (DTYPES[wide.dtype], out.data_ptr(), wide.data_ptr(), thin.data_ptr(), scale)
-
-    def sum_rows(first: int, last: int) -> None:
-        functions().zo2core_row_sums(*values, first, last, inner, width, *order)
-
-    def sum_columns(first: int, last: int) -> None:
-        functions().zo2core_column_sums(
-            *values, first, last, inner, width, *order, outer, has_columns_first
-        )
-
-    run = sum_rows if product.is_along_rows else sum_columns
-    _in_parts(run, outer, inner * width, helpers)
+    sums = (DTYPES[wide.dtype], out.data_ptr(), wide.data_ptr(), thin.data_ptr(), scale)
+    sizes = (outer, inner, width, *order)
+    division = (_at_once(inner * width), torch.get_num_threads())
+    if product.is_along_rows:
+        functions().zo2core_row_sums(*sums, *sizes, *division)
+    else:
+        functions().zo2core_column_sums(*sums, *sizes, *division, has_columns_first)
     return out.narrow(0 if has_columns_first else 1, 0, columns).contiguous()
 
 
@@ -221,7 +211,6 @@ def thin_product(
     base: torch.Tensor | None = None,
     *,
     scale: float = 1.0,
-    helpers: Executor | None = None,
 ) -> None:
     """Write ``base + scale * (left @ right)``, or without a base the product; rounded once.
 
@@ -231,40 +220,24 @@ def thin_product(
         right: (inner, columns), contiguous, float32.
         base: Of the shape and dtype of ``out``, contiguous; may be ``out``.
         scale: Factor of the product.
-        helpers: Run parts of the work in parallel, as many as torch has threads; None: nothing.
     """
     rows, columns = out.shape
     inner = len(right)
-
-    def run(first: int, last: int) -> None:
-        functions().zo2core_thin_product(
-            DTYPES[out.dtype],
-            out[first:last].data_ptr(),
-            None if base is None else base[first:last].data_ptr(),
-            left[first:last].data_ptr(),
-            right.data_ptr(),
-            scale,
-            last - first,
-            columns,
-            inner,
-        )
-
-    _in_parts(run, rows, columns * inner, helpers)
+    functions().zo2core_thin_product(
+        DTYPES[out.dtype],
+        out.data_ptr(),
+        None if base is None else base.data_ptr(),
+        left.data_ptr(),
+        right.data_ptr(),
+        scale,
+        rows,
+        columns,
+        inner,
+        _at_once(columns * inner),
+        torch.get_num_threads(),
+    )
 
 
-def _in_parts(
-    run: Callable[[int, int], None], count: int, products: int, helpers: Executor | None
-) -> None:
-    """Run a function of a range on ranges of ``count``, each of which takes so many products."""
-    parts = min(torch.get_num_threads(), 1 + count * products // _WORK_OF_A_THREAD)
-    if helpers is None or parts == 1:
-        run(0, count)
-        return
-    lines = -(-count // _LINE)
-    bounds = [min(lines * part // parts * _LINE, count) for part in range(parts + 1)]
-    others = [helpers.submit(run, *bound) for bound in pairwise(bounds[1:])]
-    try:
-        run(0, bounds[1])
-    finally:
-        for other in others:
-            other.result()
+def _at_once(products: int) -> int:
+    """Rows or columns of a part of the work, each of which takes so many products."""
+    return -(-_WORK_OF_A_PART // (products * _LINE)) * _LINE
