@@ -83,7 +83,7 @@ def _fits(x: torch.Tensor, down: torch.Tensor, up: torch.Tensor) -> bool:
     rows = x.numel() // inputs
     if rows == 1:  # products with vectors are summed in another way
         return False
-    return sums_in_order(rows, rank, len(up)) and sums_in_order(rows, rank, inputs)
+    return sums_in_order(rows, rank, len(up), inputs)
 
 
 class _AddedTerm(torch.autograd.Function):

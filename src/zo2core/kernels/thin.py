@@ -90,15 +90,16 @@ def is_compiled() -> bool:
     return loaded is not None and bool(loaded.zo2core_has_fused_products())
 
 
-def sums_in_order(rows: int, inner: int, columns: int) -> bool:
-    """Whether ``thin_product`` gives the bits of torch's product, compared on drawn matrices.
+def sums_in_order(rows: int, inner: int, *columns: int) -> bool:
+    """Whether ``thin_product`` gives the bits of torch's products, compared on drawn matrices.
 
     Args:
         rows: Rows of the left matrix.
-        inner: Columns of the left matrix, rows of the right one.
-        columns: Columns of the right matrix.
+        inner: Columns of the left matrix, rows of the right ones.
+        columns: Columns of each right matrix.
     """
-    return _sums_in_order(_compared(rows), inner, columns, library_state())
+    state = library_state()
+    return all(_sums_in_order(_compared(rows), inner, count, state) for count in columns)
 
 
 @cache
@@ -201,7 +202,9 @@ def multiply(
         functions().zo2core_row_sums(*sums, *sizes, *division)
     else:
         functions().zo2core_column_sums(*sums, *sizes, *division, has_columns_first)
-    return out.narrow(0 if has_columns_first else 1, 0, columns).contiguous()
+    if missing:
+        out = out.narrow(0 if has_columns_first else 1, 0, columns).contiguous()
+    return out
 
 
 def thin_product(
