@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Callable, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, replace
 from functools import partial
@@ -531,7 +530,6 @@ def _open_scheduler(parts: _RunParts, spec: RunSpec, source: BlockSource) -> Sch
     noise = parts.directions.noise
     assert isinstance(noise, CounterNoise), "other noise was refused"
     host = HostReplay(spec.layouts, noise, parts.journal.updates, parts.update_loss)
-    parts.opened.callback(host.close)
     blocks = [index for index, layout in enumerate(spec.layouts) if not layout.resident]
     low_bit = LowBitSource(
         source,
@@ -549,9 +547,6 @@ def _allocate_work_buffer(parts: _RunParts, segments: Segments) -> WorkBuffer:
     """Allocate the memory of the forwards' weights."""
     shared, device = parts.inputs.shared, parts.device
     has_room = segments.plan is None or segments.plan.host_plan.keep_noise
-    helper = None
-    if device.torch_device.type == "cpu":
-        helper = parts.opened.enter_context(ThreadPoolExecutor(1, thread_name_prefix="zo2-perturb"))
     return WorkBuffer(
         parts.model.layouts,
         device,
@@ -559,7 +554,6 @@ def _allocate_work_buffer(parts: _RunParts, segments: Segments) -> WorkBuffer:
         keep_noise=device.in_place and has_room,
         perturbs_in_place=parts.directions.perturb_in_place,
         allocate=None if shared is None else shared.work_memory,
-        helper=helper,
     )
 
 
@@ -589,10 +583,10 @@ def _perturber_maker(
     directions = parts.directions
     if directions.factors is not None:
         assert isinstance(parts.model, StackedModel), "other models were refused"
-        return partial(FactorPerturber, parts.model, directions.factors, buffer, buffer.helper)
+        return partial(FactorPerturber, parts.model, directions.factors, buffer)
     if isinstance(directions.noise, CounterNoise):
-        return partial(CounterPerturber, directions.noise, buffer, buffer.helper)
-    return partial(DrawnPerturber, directions.noise, buffer, buffer.helper)
+        return partial(CounterPerturber, directions.noise, buffer)
+    return partial(DrawnPerturber, directions.noise, buffer)
 
 
 def _visits(parts: _RunParts, segments: Segments) -> Visits:

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
@@ -88,11 +87,6 @@ class _Opened:
             )
             self._layouts = model.layouts
             self._memory = device.empty(decoded_bytes(model.layouts))
-            self._helper: ThreadPoolExecutor | None = None
-            if device.torch_device.type == "cpu":
-                self._helper = opened.enter_context(
-                    ThreadPoolExecutor(1, thread_name_prefix="zo2-decode")
-                )
             self.close = opened.pop_all().close
 
     @torch.no_grad()
@@ -112,7 +106,7 @@ class _Opened:
         for position, spec in enumerate(layout.parameters):
             if spec.encoding is not None:
                 decoded[position] = next(views)
-                decode(spec, store[position], decoded[position], self._helper)
+                decode(spec, store[position], decoded[position])
         return decoded
 
 

@@ -7,7 +7,6 @@ import math
 import re
 import shutil
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from functools import partial
 from pathlib import Path
@@ -267,9 +266,8 @@ def test_every_encoding_is_decoded_by_its_formats_arithmetic_rounded_once(
         patch.object(dispatch, "decodes", dispatch.decodes if compiled else lambda *tensors: False),
         patch.object(decoding, "_TWO_THREADS", 1),
         patch.object(decoding, "_MANY", many),
-        ThreadPoolExecutor(1) as helper,
     ):
-        decoding.decode(spec, shifted, out, helper if threaded else None)
+        decoding.decode(spec, shifted, out, in_threads=threaded)
     assert_same_bits(kind, out, expected)
 
 
@@ -501,19 +499,22 @@ def test_adapters_train_on_coded_weights_as_on_the_decoded_ones(
 
 
 def test_two_threads_decode_what_a_gradient_is_computed_with(tmp_path: Path) -> None:
-    helpers = []
+    halves = []
 
-    def decode(spec: ParameterSpec, stored: torch.Tensor, out: torch.Tensor, helper: Any) -> None:
-        helpers.append(helper)
-        decode_matrix(spec, stored, out, helper)
+    def run_in_halves(run: Callable[[int, int], None], rows: int) -> None:
+        halves.append(rows)
+        run_all_in_halves(run, rows)
 
-    decode_matrix = decoding.decode
+    run_all_in_halves = dispatch.run_in_halves
     model = open_checkpoint(make(tmp_path, "nf4"), adapter=lora(["q_proj"]))
     method = FirstOrder(partial(torch.optim.SGD, lr=1e-2))
-    with Engine(model, method) as opened, patch.object(decoding, "decode", decode):
+    with (
+        Engine(model, method) as opened,
+        patch.object(decoding, "_TWO_THREADS", 1),
+        patch.object(dispatch, "run_in_halves", run_in_halves),
+    ):
         opened.step(families.batch())
-    assert helpers
-    assert None not in helpers
+    assert halves
 
 
 @pytest.mark.parametrize("method", METHODS)

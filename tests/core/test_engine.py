@@ -77,6 +77,7 @@ from zo2core.errors import (
     OutputError,
     ScratchError,
 )
+from zo2core.kernels import dispatch
 from zo2core.kernels.dispatch import Kernel
 from zo2core.methods.first_order import AtSnapshot
 from zo2core.protocols import NoiseGenerator, ZOEstimator
@@ -159,15 +160,16 @@ def test_threads_share_a_segment_and_a_failure_leaves_none_behind(
 ) -> None:
     monkeypatch.setattr(zo2core.sweep.perturbers, "PARALLEL_FROM", 0)
     monkeypatch.setattr(zo2core.sweep.perturbers, "RANGE", 64)
+    monkeypatch.setattr(dispatch, "thread_count", lambda: 2)
     expected = []
-    threads: set[str] = set()
+    threads: set[int] = set()
     failing = False
 
     class FailureError(Exception):
         pass
 
     def watch(kernel: Kernel, *arguments: Any) -> None:
-        threads.add(threading.current_thread().name)
+        threads.add(threading.get_ident())
         if failing and len(threads) == 2:
             raise FailureError
         kernel(*arguments)

@@ -8,11 +8,14 @@ import shutil
 import subprocess
 import sys
 import sysconfig
+import threading
 import weakref
-from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from importlib.util import find_spec
 from itertools import pairwise
 from pathlib import Path
+from queue import SimpleQueue
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -423,12 +426,12 @@ def test_compiled_sums_are_the_references(
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_what_is_formed_is_the_sum_rounded_once_with_a_helper_too(dtype: torch.dtype) -> None:
+def test_what_is_formed_is_the_sum_rounded_once_in_two_threads_too(dtype: torch.dtype) -> None:
     base, own, shared = matrices(301, 257, 7, dtype)
     alone, together = torch.empty_like(base), torch.empty_like(base)
     form(base, own, shared, alone)
-    with ThreadPoolExecutor(1) as helper:
-        form(base, own, shared, together, helper)
+    with patch.object(dispatch, "_TWO_THREADS", 1):
+        form(base, own, shared, together)
     assert torch.equal(together, alone)
     exact = base.double() + own.double() @ shared.double().t()
     rounding = {torch.float32: 2e-6, torch.bfloat16: 2**-8, torch.float16: 2**-11}[dtype]
@@ -475,3 +478,43 @@ def test_the_kernel_compiles_for_a_gpu_without_fused_or_approximate_operations(
     tmp_path: Path,
 ) -> None:
     run_program("compile", tmp_path)
+
+
+@compiled
+def test_functions_run_at_the_same_time_in_torchs_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dispatch, "thread_count", lambda: 2)
+    first, second = SimpleQueue[int](), SimpleQueue[int]()
+    threads: set[int] = set()
+
+    def answer(question: SimpleQueue[int], reply: SimpleQueue[int], number: int) -> None:
+        threads.add(threading.get_ident())
+        reply.put(number)
+        assert question.get(timeout=60) == 3 - number, "both run before one of them has ended"
+
+    dispatch.run_together([lambda: answer(first, second, 1), lambda: answer(second, first, 2)])
+    assert len(threads) == 2
+    assert threading.get_ident() in threads
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+def test_functions_begin_in_their_order_and_the_first_error_is_raised(
+    threads: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(dispatch, "thread_count", lambda: threads)
+    begun: list[int] = []
+
+    def begin(number: int) -> None:
+        begun.append(number)
+        if number == 1:
+            raise ArithmeticError(number)
+
+    with pytest.raises(ArithmeticError, match="1"):
+        dispatch.run_together([partial(begin, number) for number in range(3)])
+    assert begun == [0, 1] if threads == 1 else sorted(begun) == [0, 1, 2]
+
+
+def test_without_threads_of_torchs_library_one_runs_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dispatch, "library", lambda: None)
+    begun: list[int] = []
+    dispatch.run_together([lambda: begun.append(0), lambda: begun.append(1)])
+    assert begun == [0, 1]

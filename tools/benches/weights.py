@@ -185,20 +185,19 @@ def decoding(dtype: torch.dtype, rounds: int) -> Iterator[tuple[str, dict[str, f
     rows, columns = MATRIX[0], MATRIX[1] // 256 * 256
     out = torch.empty(rows * columns, dtype=dtype)
     source = torch.ones_like(out)
-    with ThreadPoolExecutor(1) as pool:
-        for threads, helper in ((1, None), (2, pool)):
-            torch.set_num_threads(threads)
-            yield f"copy, {threads} threads", rate(partial(out.copy_, source), out.nbytes, rounds)
-            for name in [*GGUF_BLOCKS, "nf4"]:
-                encoding = NF4Blocks() if name == "nf4" else GGUFRows(name)
-                spec = ParameterSpec(
-                    "weight", (rows, columns), dtype, 0, decays=False, encoding=encoding
-                )
-                stored = torch.randint(0, 60, (spec.nbytes,), dtype=torch.uint8)
-                yield (
-                    f"{name}, {threads} threads",
-                    rate(partial(decode, spec, stored, out, helper), out.nbytes, rounds),
-                )
+    for threads in (1, 2):
+        torch.set_num_threads(threads)
+        yield f"copy, {threads} threads", rate(partial(out.copy_, source), out.nbytes, rounds)
+        for name in [*GGUF_BLOCKS, "nf4"]:
+            encoding = NF4Blocks() if name == "nf4" else GGUFRows(name)
+            spec = ParameterSpec(
+                "weight", (rows, columns), dtype, 0, decays=False, encoding=encoding
+            )
+            stored = torch.randint(0, 60, (spec.nbytes,), dtype=torch.uint8)
+            yield (
+                f"{name}, {threads} threads",
+                rate(partial(decode, spec, stored, out), out.nbytes, rounds),
+            )
 
 
 class Accumulated:

@@ -133,7 +133,7 @@ class RoutedExperts:
         if spec.encoding is None:
             target.view(-1).copy_(stored)
         else:
-            decode(of_expert.spec, stored, target)
+            decode(of_expert.spec, stored, target, in_threads=False)
 
     def _stored(self, spec: ParameterSpec, expert: int, of_expert: _Ranges) -> torch.Tensor:
         """An expert's bytes: kept ones, or read, and then kept in place of those that were used

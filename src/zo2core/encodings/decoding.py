@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Executor
 from dataclasses import replace
 from functools import partial
 from itertools import accumulate
@@ -70,9 +69,7 @@ _MANY = 8  # matrices from which each thread takes half of them, not half of eac
 _DECODED_AT_ONCE = 1 << 20  # weights that the reference decodes at a time
 
 
-def decode(
-    spec: ParameterSpec, stored: Tensor, out: Tensor, helper: Executor | None = None
-) -> None:
+def decode(spec: ParameterSpec, stored: Tensor, out: Tensor, *, in_threads: bool = True) -> None:
     """Write a matrix's weights, rounded once.
 
     Args:
@@ -80,7 +77,7 @@ def decode(
         stored: The parameter's bytes, uint8, 1-D: the encoding's parts, one after the other.
         out: Memory for the weights, 1-D or of the parameter's shape, contiguous, floating-point, on
             the same device.
-        helper: Runs half of the work in parallel if compiled kernels do it.
+        in_threads: Whether two of torch's threads share the work if compiled kernels do it.
     """
     assert isinstance(spec.encoding, MatrixEncoding | MXFP4Stack | MatrixStack), (
         "only encoded parameters are decoded"
@@ -90,13 +87,16 @@ def decode(
         for matrix in matrices:
             _decode(matrix.encoding, matrix.parts(), matrix.weights)
         return
-    if len(matrices) >= _MANY:
-        dispatch.run_in_halves(partial(_decode_matrices, matrices), len(matrices), helper)
+    if in_threads and len(matrices) >= _MANY:
+        dispatch.run_in_halves(partial(_decode_matrices, matrices), len(matrices))
         return
     for matrix in matrices:
         units, run = _compiled(matrix)
-        is_whole = matrix.weights.numel() < _TWO_THREADS or matrix.splits_block(units // 2)
-        dispatch.run_in_halves(run, units, None if is_whole else helper)
+        is_small = matrix.weights.numel() < _TWO_THREADS
+        if in_threads and not is_small and not matrix.splits_block(units // 2):
+            dispatch.run_in_halves(run, units)
+        else:
+            run(0, units)
 
 
 class _EncodedMatrix(NamedTuple):

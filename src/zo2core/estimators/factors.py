@@ -11,7 +11,6 @@ from __future__ import annotations
 import os
 import warnings
 from collections.abc import Callable, Sequence
-from concurrent.futures import Executor
 from dataclasses import dataclass
 from io import RawIOBase
 from itertools import accumulate
@@ -410,19 +409,13 @@ class FactorStore:
         past = self._sums[spec.name].past if spec.name in self._sums else None
         return past is not None and past.left.shape[1] > BESIDE_UP_TO * spec.shape[1]
 
-    def form(
-        self,
-        spec: ParameterSpec,
-        theta: torch.Tensor,
-        out: torch.Tensor,
-        helper: Executor | None = None,
-    ) -> None:
+    def form(self, spec: ParameterSpec, theta: torch.Tensor, out: torch.Tensor) -> None:
         """Write a matrix as of the start of the present period, summed in float32 and rounded
         once.
         """
         past = self._sums[spec.name].past
         assert past is not None, "a matrix without past periods is not formed"
-        form(theta.view(spec.shape), past.left, past.right, out, helper)
+        form(theta.view(spec.shape), past.left, past.right, out)
 
     def perturbations(self, evaluations: Sequence[Evaluation | None], zo_eps: float) -> Program:
         """The program for ``perturbed``: one ``Perturb`` for each stream."""

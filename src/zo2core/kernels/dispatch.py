@@ -13,8 +13,7 @@ import importlib
 import struct
 import warnings
 from collections.abc import Callable, Sequence
-from concurrent.futures import Executor
-from functools import cache
+from functools import cache, partial
 from importlib.machinery import EXTENSION_SUFFIXES
 from importlib.util import find_spec
 from pathlib import Path
@@ -30,6 +29,8 @@ from zo2core.kernels.programs import Draw, table
 from zo2core.types import Distribution, Perturb, Program
 
 _REVISION = 16  # of the C files
+_RUN = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_uint64, ctypes.c_uint64)
+_TURNS = 8  # of each thread, so that all end at about the same time
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 
 
@@ -163,6 +164,7 @@ def _declare(loaded: ctypes.CDLL) -> None:
         "row_sums": (*matrix, real, u64, u64, u64, u64, integer, u64, unsigned),
         "column_sums": (*matrix, real, u64, u64, u64, u64, integer, u64, unsigned, integer),
         "use_threads": (pointer,),
+        "run_each": (_RUN, u64, u64, unsigned),
     }.items():
         function = getattr(loaded, f"zo2core_{name}")
         function.argtypes, function.restype = arguments, None
@@ -170,18 +172,42 @@ def _declare(loaded: ctypes.CDLL) -> None:
     loaded.zo2core_encode_float8.restype = integer
 
 
-def run_in_halves(run: Callable[[int, int], None], rows: int, helper: Executor | None) -> None:
-    """Run a function of the first row and the end of the last one over all rows; a helper runs the
-    second half.
+def thread_count() -> int:
+    """The number of threads that torch's library has."""
+    return torch.get_num_threads()
+
+
+def run_together(functions: Sequence[Callable[[], object]]) -> None:
+    """Run functions that need no gradients at the same time, in the threads of torch's library.
+
+    They begin in their order, each when a thread has ended another one: all run one after the other
+    where torch has one thread. The first exception is raised once all have ended.
     """
-    if helper is None:
-        run(0, rows)
+    loaded = library()
+    threads = thread_count()
+    if loaded is None or threads == 1 or len(functions) == 1:
+        for function in functions:
+            function()
         return
-    second_half = helper.submit(run, rows // 2, rows)
-    try:
-        run(0, rows // 2)
-    finally:
-        second_half.result()
+    errors: list[BaseException] = []
+
+    @torch.inference_mode()
+    def run(_: int, first: int, last: int) -> None:
+        try:
+            for function in functions[first:last]:
+                function()
+        except BaseException as error:  # OpenMP's threads cannot raise it
+            errors.append(error)
+
+    at_once = max(1, len(functions) // (threads * _TURNS))
+    loaded.zo2core_run_each(_RUN(run), len(functions), at_once, threads)
+    if errors:
+        raise errors[0]
+
+
+def run_in_halves(run: Callable[[int, int], None], rows: int) -> None:
+    """Run a function of the first row and the end of the last one over all rows, in two threads."""
+    run_together([partial(run, 0, rows // 2), partial(run, rows // 2, rows)])
 
 
 def takes(*tensors: torch.Tensor) -> bool:
@@ -395,9 +421,7 @@ def _triton_kernels() -> ModuleType | None:
     )
 
 
-def form(
-    base: Tensor, left: Tensor, right: Tensor, out: Tensor, helper: Executor | None = None
-) -> None:
+def form(base: Tensor, left: Tensor, right: Tensor, out: Tensor) -> None:
     """Write ``base + left right^T``, summed in float32 and rounded once.
 
     Products are added one after the other, so that every machine forms the same weights: a
@@ -408,7 +432,6 @@ def form(
         left: (rows, rank), float32.
         right: (columns, rank), of a floating-point dtype.
         out: Memory of the shape and dtype of ``base``; may be ``base``.
-        helper: Runs half of the work in parallel if compiled kernels do it.
     """
     left = left.contiguous()
     if (kernels := triton_kernels(base)) is not None:
@@ -425,6 +448,9 @@ def form(
                 DTYPES[base.dtype], *rows, panels.data_ptr(), last - first, columns, rank
             )
 
-        run_in_halves(run, len(base), None if base.numel() < _TWO_THREADS else helper)
+        if base.numel() < _TWO_THREADS:
+            run(0, len(base))
+        else:
+            run_in_halves(run, len(base))
     else:
         reference.form(base, left, right, out)

@@ -228,6 +228,12 @@ parallel *run_in_threads = NULL;
 
 PUBLIC void zo2core_use_threads(parallel *function) { run_in_threads = function; }
 
+/* Call run(NULL, first, end) for ranges of count, in the threads, each of which takes the next one when it has done one. */
+PUBLIC void zo2core_run_each(
+    void (*run)(const void *of, uint64_t first, uint64_t last), uint64_t count, uint64_t at_once, unsigned threads) {
+    run_in_parts(run, NULL, count, at_once, threads);
+}
+
 /* Write z of the elements from start on. */
 PUBLIC void zo2core_fill(
     int dtype, void *out, uint64_t count, int distribution, uint64_t seed, uint32_t parameter, uint64_t start) {

@@ -5,7 +5,6 @@ batch, and weights are only read.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from concurrent.futures import Executor
 
 import torch
 
@@ -25,13 +24,11 @@ class FactorPerturber(Perturber):
         model: StackedModel,
         factors: FactorStore,
         buffer: WorkBuffer,
-        worker: Executor | None,
         trajectory: Trajectory,
     ) -> None:
         super().__init__(buffer, trajectory.version)
         self._model = model
         self._factors = factors
-        self._worker = worker
         self._trajectory = trajectory
         self._perturbations: list[Program] = []  # of each stack
         factors.begin_sweep()
@@ -79,12 +76,12 @@ class FactorPerturber(Perturber):
         """
         theta = view.stored(stores)
         if not self._factors.forms(view.spec):
-            return view.readable(theta, self._worker)
+            return view.readable(theta)
         weight = view.work.view(view.spec.shape)
         if theta.dtype is not view.spec.dtype:  # codes
-            view.load(theta, self._worker)
+            view.load(theta)
             theta = weight
-        self._factors.form(view.spec, theta, weight, self._worker)
+        self._factors.form(view.spec, theta, weight)
         return weight
 
 

@@ -25,9 +25,7 @@ converted back there before they are perturbed.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import Executor, Future, ThreadPoolExecutor, wait
 from functools import partial
 from itertools import pairwise
 from queue import SimpleQueue
@@ -38,7 +36,7 @@ import torch
 
 from zo2core.encodings import decoding
 from zo2core.estimators.noise import noise_bytes
-from zo2core.kernels.dispatch import Kernel, choose_kernel, triton_kernels
+from zo2core.kernels.dispatch import Kernel, choose_kernel, run_together, triton_kernels
 from zo2core.kernels.low_bit import low_bit_bytes, scales_positions
 from zo2core.kernels.programs import (
     Draw,
@@ -102,7 +100,7 @@ class ParameterView(NamedTuple):
         """The weight in its store."""
         return stores[self.owner][self.position]
 
-    def load(self, stored: torch.Tensor, helper: Executor | None = None) -> None:
+    def load(self, stored: torch.Tensor) -> None:
         """Copy or decode the weight to the memory where it is perturbed or read.
 
         A shared base hands out decoded weights.
@@ -110,15 +108,15 @@ class ParameterView(NamedTuple):
         if self.spec.encoding is None or stored.dtype is self.spec.dtype:
             self.target.copy_(stored)
         else:
-            decoding.decode(self.spec, stored, self.target, helper)
+            decoding.decode(self.spec, stored, self.target)
 
-    def readable(self, stored: torch.Tensor, helper: Executor | None = None) -> torch.Tensor:
+    def readable(self, stored: torch.Tensor) -> torch.Tensor:
         """Return the memory from which modules read the weight: its store if that gives the same
         bits, else the buffer.
         """
         if stored.dtype is self.work.dtype and stored.data_ptr() % _READ_ALIGNMENT == 0:
             return stored.view(self.spec.shape)
-        self.load(stored, helper)
+        self.load(stored)
         return self.work.view(self.spec.shape)
 
 
@@ -153,10 +151,10 @@ class WorkBuffer:
         keep_noise: bool = True,
         perturbs_in_place: bool = True,
         allocate: Callable[[int], torch.Tensor] | None = None,
-        helper: ThreadPoolExecutor | None = None,
     ) -> None:
         self._device = device
-        self.helper = helper  # a second thread, on the CPU
+        # elsewhere kernels run in streams of the thread that launches them
+        self.has_threads = device.torch_device.type == "cpu"
         self.keeps_noise = keep_noise and not isinstance(noise, CounterNoise)
         memory = _Memory(
             work=(device.empty if allocate is None else allocate)(work_bytes(layouts)),
@@ -202,7 +200,7 @@ class WorkBuffer:
         """
         frozen: dict[str, torch.Tensor] = {}
         for view in self.segments[index].frozen:
-            weight = view.readable(stores[view.owner][view.position], self.helper)
+            weight = view.readable(stores[view.owner][view.position])
             frozen[view.spec.name] = weight
             self._reads_stores |= weight.data_ptr() != view.work.data_ptr()
         if self._reads_stores and frozen:
@@ -419,8 +417,8 @@ class Perturber(ABC):
         work buffer.
         """
 
-    def finish(self) -> None:  # noqa: B027 - without a thread, nothing to wait for
-        """Wait until the second thread no longer uses the memory, however the sweep ended."""
+    def finish(self) -> None:  # noqa: B027 - most have nothing to free
+        """Free what the sweep alone needed, however it ended."""
 
 
 class Operation(NamedTuple):
@@ -452,11 +450,8 @@ class TrajectoryPerturber(Perturber):
     encoded for the kernels once.
     """
 
-    def __init__(
-        self, buffer: WorkBuffer, worker: ThreadPoolExecutor | None, trajectory: Trajectory
-    ) -> None:
+    def __init__(self, buffer: WorkBuffer, trajectory: Trajectory) -> None:
         super().__init__(buffer, trajectory.version)
-        self._worker = worker
         self._trajectory = trajectory
         self._parallel_from = PARALLEL_FROM
         evaluations = trajectory.evaluations
@@ -536,34 +531,17 @@ class TrajectoryPerturber(Perturber):
             for view in self.buffer.segments[index].trained
         ]
 
-    def _divide(self, index: int, tasks: Iterable[Callable[[], object]], helpers: int = 1) -> None:
-        """Do a segment's tasks on several threads if that saves time."""
-        left = deque(tasks)
-
-        @torch.inference_mode()
-        def work() -> None:
-            while True:
-                try:
-                    task = left.popleft()
-                except IndexError:  # all are begun
-                    return
+    def _divide(self, index: int, tasks: Sequence[Callable[[], object]]) -> None:
+        """Do a segment's tasks, on several threads if that saves time."""
+        if self._divides(index):
+            run_together(tasks)
+        else:
+            for task in tasks:
                 task()
-
-        others = (
-            [self._worker.submit(work) for _ in range(helpers)]
-            if self._worker and self._divides(index)
-            else []
-        )
-        try:
-            work()
-        finally:
-            wait(others)
-        for other in others:
-            other.result()
 
     def _divides(self, index: int) -> bool:
         """Whether a segment is so large that a second thread saves time."""
-        return self._worker is not None and self.buffer.segments[index].numel >= self._parallel_from
+        return self.buffer.has_threads and self.buffer.segments[index].numel >= self._parallel_from
 
 
 class Launch(NamedTuple):
@@ -599,14 +577,10 @@ class CounterPerturber(TrajectoryPerturber):
         self,
         noise: CounterNoise,
         buffer: WorkBuffer,
-        worker: ThreadPoolExecutor | None,
         trajectory: Trajectory,
-        *,
-        helpers: int = 1,
     ) -> None:
-        super().__init__(buffer, worker if helpers > 0 else None, trajectory)
+        super().__init__(buffer, trajectory)
         self._distribution = noise.distribution
-        self._helpers = helpers
         # by version, and by whether the last program writes the first evaluation's weights
         self._replays: dict[tuple[int, bool], list[Programs]] = {}
         self._low_bit_replays: dict[int, Programs] = {}  # by step
@@ -684,7 +658,7 @@ class CounterPerturber(TrajectoryPerturber):
             for operation in operations
             for start in range(0, len(operation.weights), length)
         ]
-        self._divide(index, tasks, self._helpers)
+        self._divide(index, tasks)
 
     def _run_range(self, operation: Operation, start: int, stop: int) -> None:
         draw = Draw(self._distribution, operation.view.spec.index, start)
@@ -698,10 +672,9 @@ class DrawnPerturber(TrajectoryPerturber):
         self,
         noise: NoiseGenerator,
         buffer: WorkBuffer,
-        worker: ThreadPoolExecutor | None,
         trajectory: Trajectory,
     ) -> None:
-        super().__init__(buffer, worker, trajectory)
+        super().__init__(buffer, trajectory)
         self._noise = noise
         # z of several directions would take memory
         self._moves = [
@@ -713,8 +686,6 @@ class DrawnPerturber(TrajectoryPerturber):
         }
         # by version, in parts: a program for each update, since z of each takes memory
         self._replays: dict[int, list[ProgramsInTurn]] = {}
-        # writes the first evaluation's weights on the second thread
-        self._ahead: Future[None] | None = None
         # seed and parameters of what ``_draw_together`` has drawn
         self._drawn_at_once: tuple[int, ...] = ()
         # Parameter -> seed whose z is in the noise buffer. Later segments overwrite it, unless the
@@ -722,38 +693,28 @@ class DrawnPerturber(TrajectoryPerturber):
         self._kept_seeds: dict[str, int] = {}
 
     def replay(self, index: int, stores: Stores, version: int) -> int:
-        """Bring a segment's store to the present version."""
+        """Bring a segment's store to the present version; write the first evaluation's weights
+        beside it, if that saves time.
+        """
+        parts = self._programs(version)
+        first = self._first_evaluation(index, stores, parts)
+        self._is_prepared = first is not None
+        if first is None:
+            self._replay_parts(index, stores, parts, None)
+            return self.version
         replayed: ReplayedChunks = SimpleQueue()
-        try:
-            parts = self._programs(version)
-            self._begin_ahead(index, stores, parts, replayed)
-            for part in parts:
-                awaited = self._is_prepared and part is parts[-1]
-                operations = self._operations_in_store(index, stores[index], part)
-                self._replay(index, operations, replayed if awaited else None)
-        except BaseException:
-            replayed.put(None)  # ends the second thread's work, if it has any
-            self._wait_for_ahead()
-            raise
+        awaited = replayed if parts[-1][False] else None
+        run_together(
+            [
+                partial(self._replay_parts, index, stores, parts, replayed),
+                partial(self._perturb_chunks, index, first, awaited=awaited),
+            ]
+        )
         return self.version
 
-    def perturb(self, index: int, stores: Stores, evaluation: int) -> None:
-        """Write an evaluation's weights, unless the second thread has done so."""
-        if self._ahead is not None:  # this is the first evaluation
-            self._ahead.result()  # if this is interrupted, ``finish`` can still wait for the thread
-            self._ahead = None
-        super().perturb(index, stores, evaluation)
-
     def finish(self) -> None:
-        """Wait until the second thread no longer uses the memory, and free the generators of other
-        directions, however the sweep ended.
-        """
-        self._wait_for_ahead()
+        """Free the generators of other directions, however the sweep ended."""
         self._noise.retain(self._seeds)
-
-    def _wait_for_ahead(self) -> None:
-        if self._ahead is not None:
-            wait([self._ahead])
 
     def _programs(self, version: int) -> list[ProgramsInTurn]:
         """Compile the missing updates, in parts."""
@@ -773,31 +734,43 @@ class DrawnPerturber(TrajectoryPerturber):
                     programs[decays].append(program)
         return programs
 
-    def _begin_ahead(
+    def _first_evaluation(
+        self, index: int, stores: Stores, parts: Sequence[ProgramsInTurn]
+    ) -> list[Operation] | None:
+        """The operations that write a segment's weights of the first evaluation, where a second
+        thread does that beside the replay.
+        """
+        segment = self.buffer.segments[index]
+        first = self._copies[0] if self._copies else None
+        if first is None or segment.kernels is not None or not self.buffer.has_threads:
+            return None
+        if segment.owned_numel < self._parallel_from:
+            return None  # there is little to replay; later both threads perturb borrowed weights
+        if any(first.seeds[0] in program.seeds for part in parts for program in part[False]):
+            # two threads would draw from one seed's generator, which would start over for each
+            # chunk
+            return None
+        return self._copying_operations(index, stores, {False: first, True: first}, first)
+
+    def _replay_parts(
         self,
         index: int,
         stores: Stores,
         parts: Sequence[ProgramsInTurn],
-        replayed: ReplayedChunks,
+        replayed: ReplayedChunks | None,
     ) -> None:
-        """Let the second thread prepare the first evaluation, if that saves time; each replayed
-        chunk is sent to it.
+        """Run parts of programs on a segment's store.
+
+        Each chunk that has passed the last part is put into ``replayed``, or None after a failure.
         """
-        segment = self.buffer.segments[index]
-        first = self._copies[0] if self._copies else None
-        self._is_prepared = False
-        if self._worker is None or first is None or segment.kernels is not None:
-            return
-        if segment.owned_numel < self._parallel_from:
-            return  # there is little to replay; later both threads perturb the borrowed weights
-        if any(first.seeds[0] in program.seeds for part in parts for program in part[False]):
-            # two threads would draw from one seed's generator, which would start over for each
-            # chunk
-            return
-        operations = self._copying_operations(index, stores, {False: first, True: first}, first)
-        self._is_prepared = True
-        awaited = replayed if parts[-1][False] else None
-        self._ahead = self._worker.submit(self._perturb_chunks, index, operations, awaited=awaited)
+        try:
+            for part in parts:
+                operations = self._operations_in_store(index, stores[index], part)
+                self._replay(index, operations, replayed if part is parts[-1] else None)
+        except BaseException:
+            if replayed is not None:
+                replayed.put(None)
+            raise
 
     def _replay(
         self, index: int, operations: Sequence[Operation], replayed: ReplayedChunks | None

@@ -11,10 +11,8 @@ a time (``sole_use``, ``ExclusiveUse``).
 from __future__ import annotations
 
 import contextlib
-import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 import torch
@@ -300,8 +298,6 @@ class HostReplay:
         self._buffer = WorkBuffer(
             layouts, HostDevice(), noise, keep_noise=False, perturbs_in_place=False
         )
-        self._threads = max(1, os.cpu_count() or 1)
-        self._pool = ThreadPoolExecutor(self._threads, thread_name_prefix="zo2-replay")
         self._perturber: CounterPerturber | None = None
 
     @torch.inference_mode()
@@ -313,16 +309,10 @@ class HostReplay:
         present = len(self._updates)
         if self._perturber is None or self._perturber.version != present:  # a new sweep
             trajectory = Trajectory(self._updates, present, (), zo_eps=1.0, perturb_in_place=True)
-            self._perturber = CounterPerturber(
-                self._noise, self._buffer, self._pool, trajectory, helpers=self._threads - 1
-            )
+            self._perturber = CounterPerturber(self._noise, self._buffer, trajectory)
         version = self._perturber.replay(index, {index: store}, version)
         self._update_loss.sample(index, store, self._layouts[index].parameters)
         return version
-
-    def close(self) -> None:
-        """Stop the threads."""
-        self._pool.shutdown()
 
 
 _IN_USE: set[int] = set()  # ids of models and sources, which those who use them keep alive
