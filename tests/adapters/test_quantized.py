@@ -266,6 +266,7 @@ def test_every_encoding_is_decoded_by_its_formats_arithmetic_rounded_once(
         patch.object(dispatch, "decodes", dispatch.decodes if compiled else lambda *tensors: False),
         patch.object(decoding, "_TWO_THREADS", 1),
         patch.object(decoding, "_MANY", many),
+        patch.object(dispatch, "thread_count", lambda: 2),
     ):
         decoding.decode(spec, shifted, out, in_threads=threaded)
     assert_same_bits(kind, out, expected)

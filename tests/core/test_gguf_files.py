@@ -6,7 +6,6 @@ import random
 import struct
 import sys
 import tracemalloc
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -311,7 +310,7 @@ def decoded(
     *,
     heads: int = 0,
     offset: int = 0,
-    workers: int = 0,
+    in_threads: bool = False,
 ) -> torch.Tensor:
     block = GGUF_BLOCKS[name]
     shape = (len(codes), codes.shape[1] // block.nbytes * block.weights)
@@ -321,8 +320,7 @@ def decoded(
     stored.copy_(torch.from_numpy(codes.reshape(-1)))
     assert spec.nbytes == stored.numel()
     out = torch.empty(shape, dtype=dtype)
-    with ThreadPoolExecutor(max(workers, 1)) as pool:
-        decode(spec, stored, out, *([pool] if workers else []))
+    decode(spec, stored, out, in_threads=in_threads)
     return out
 
 
@@ -369,9 +367,10 @@ def test_types_whose_values_another_package_has_are_refused_without_it(
 
 
 @pytest.mark.parametrize("heads", [0, 5])
-def test_two_threads_decode_the_same(heads: int) -> None:
+def test_two_threads_decode_the_same(heads: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dispatch, "thread_count", lambda: 2)
     codes = np.random.default_rng(2).integers(
         0, 60, (530, GGUF_BLOCKS["Q4_K"].nbytes * 4), dtype=np.uint8
     )
     alone = decoded("Q4_K", codes, torch.bfloat16, heads=heads)
-    assert same_bits(decoded("Q4_K", codes, torch.bfloat16, heads=heads, workers=1), alone)
+    assert same_bits(decoded("Q4_K", codes, torch.bfloat16, heads=heads, in_threads=True), alone)

@@ -430,7 +430,10 @@ def test_what_is_formed_is_the_sum_rounded_once_in_two_threads_too(dtype: torch.
     base, own, shared = matrices(301, 257, 7, dtype)
     alone, together = torch.empty_like(base), torch.empty_like(base)
     form(base, own, shared, alone)
-    with patch.object(dispatch, "_TWO_THREADS", 1):
+    with (
+        patch.object(dispatch, "_TWO_THREADS", 1),
+        patch.object(dispatch, "thread_count", lambda: 2),
+    ):
         form(base, own, shared, together)
     assert torch.equal(together, alone)
     exact = base.double() + own.double() @ shared.double().t()
