@@ -499,23 +499,23 @@ def test_adapters_train_on_coded_weights_as_on_the_decoded_ones(
     assert [name for name, value in before.items() if not torch.equal(value, decoded[name])] == []
 
 
-def test_two_threads_decode_what_a_gradient_is_computed_with(tmp_path: Path) -> None:
-    halves = []
+def test_threads_decode_what_a_gradient_is_computed_with(tmp_path: Path) -> None:
+    divided = []
 
-    def run_in_halves(run: Callable[[int, int], None], rows: int) -> None:
-        halves.append(rows)
-        run_all_in_halves(run, rows)
+    def run_in_parts(run: Callable[[int, int], None], rows: int) -> None:
+        divided.append(rows)
+        run_all(run, rows)
 
-    run_all_in_halves = dispatch.run_in_halves
+    run_all = dispatch.run_in_parts
     model = open_checkpoint(make(tmp_path, "nf4"), adapter=lora(["q_proj"]))
     method = FirstOrder(partial(torch.optim.SGD, lr=1e-2))
     with (
         Engine(model, method) as opened,
         patch.object(decoding, "_TWO_THREADS", 1),
-        patch.object(dispatch, "run_in_halves", run_in_halves),
+        patch.object(dispatch, "run_in_parts", run_in_parts),
     ):
         opened.step(families.batch())
-    assert halves
+    assert divided
 
 
 @pytest.mark.parametrize("method", METHODS)

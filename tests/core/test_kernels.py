@@ -10,6 +10,7 @@ import sys
 import sysconfig
 import threading
 import weakref
+from collections.abc import Callable
 from functools import partial
 from importlib.util import find_spec
 from itertools import pairwise
@@ -514,6 +515,25 @@ def test_functions_begin_in_their_order_and_the_first_error_is_raised(
     with pytest.raises(ArithmeticError, match="1"):
         dispatch.run_together([partial(begin, number) for number in range(3)])
     assert begun == [0, 1] if threads == 1 else sorted(begun) == [0, 1, 2]
+
+
+@compiled
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+def test_an_interrupt_before_a_function_begins_is_not_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(function: Callable[..., None]) -> Callable[..., None]:
+        def run(_: int, first: int, last: int) -> None:
+            if first == 1:
+                raise KeyboardInterrupt
+            function(_, first, last)
+
+        return run
+
+    monkeypatch.setattr(dispatch, "thread_count", lambda: 2)
+    monkeypatch.setattr(torch, "inference_mode", lambda: interrupted)
+    begun: list[int] = []
+    with pytest.raises(KeyboardInterrupt):
+        dispatch.run_together([partial(begun.append, number) for number in range(3)])
+    assert sorted(begun) == [0, 2]
 
 
 def test_without_threads_of_torchs_library_one_runs_all(monkeypatch: pytest.MonkeyPatch) -> None:

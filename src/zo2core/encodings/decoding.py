@@ -65,7 +65,7 @@ _BY_ROWS = 2
 _GGUF_KINDS = {name: number for number, name in enumerate(GGUF_BLOCKS)}
 _NF4_ROLES = ("codes", "scales", "table", "nested scales", "nested table")
 _TWO_THREADS = 1 << 18  # weights of a matrix from which a second thread pays
-_MANY = 8  # matrices from which each thread takes half of them, not half of each
+_MANY = 8  # matrices from which each thread takes some of them, not some rows of each
 _DECODED_AT_ONCE = 1 << 20  # weights that the reference decodes at a time
 
 
@@ -77,7 +77,7 @@ def decode(spec: ParameterSpec, stored: Tensor, out: Tensor, *, in_threads: bool
         stored: The parameter's bytes, uint8, 1-D: the encoding's parts, one after the other.
         out: Memory for the weights, 1-D or of the parameter's shape, contiguous, floating-point, on
             the same device.
-        in_threads: Whether two of torch's threads share the work if compiled kernels do it.
+        in_threads: Whether torch's threads share the work if compiled kernels do it.
     """
     assert isinstance(spec.encoding, MatrixEncoding | MXFP4Stack | MatrixStack), (
         "only encoded parameters are decoded"
@@ -88,13 +88,13 @@ def decode(spec: ParameterSpec, stored: Tensor, out: Tensor, *, in_threads: bool
             _decode(matrix.encoding, matrix.parts(), matrix.weights)
         return
     if in_threads and len(matrices) >= _MANY:
-        dispatch.run_in_halves(partial(_decode_matrices, matrices), len(matrices))
+        dispatch.run_in_parts(partial(_decode_matrices, matrices), len(matrices))
         return
     for matrix in matrices:
         units, run = _compiled(matrix)
         is_small = matrix.weights.numel() < _TWO_THREADS
-        if in_threads and not is_small and not matrix.splits_block(units // 2):
-            dispatch.run_in_halves(run, units)
+        if in_threads and not is_small and matrix.begins_rows_with_blocks():
+            dispatch.run_in_parts(run, units)
         else:
             run(0, units)
 
@@ -111,11 +111,11 @@ class _EncodedMatrix(NamedTuple):
         """The parts of the encoding."""
         return _Parts(self.encoding.parts(self.shape), self.stored)
 
-    def splits_block(self, row: int) -> bool:
-        """Whether a row begins within a block of weights that share a scale."""
+    def begins_rows_with_blocks(self) -> bool:
+        """Whether no row begins within a block of weights that share a scale."""
         if not isinstance(self.encoding, NF4Blocks):
-            return False
-        return row * self.weights.shape[1] % self.encoding.block != 0
+            return True
+        return self.weights.shape[1] % self.encoding.block == 0
 
 
 def _matrices(spec: ParameterSpec, stored: Tensor, out: Tensor) -> list[_EncodedMatrix]:

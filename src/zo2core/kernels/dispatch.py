@@ -16,6 +16,7 @@ from collections.abc import Callable, Sequence
 from functools import cache, partial
 from importlib.machinery import EXTENSION_SUFFIXES
 from importlib.util import find_spec
+from itertools import pairwise
 from pathlib import Path
 from types import ModuleType
 from typing import TypeAlias
@@ -190,12 +191,14 @@ def run_together(functions: Sequence[Callable[[], object]]) -> None:
             function()
         return
     errors: list[BaseException] = []
+    ended: list[int] = []
 
     @torch.inference_mode()
     def run(_: int, first: int, last: int) -> None:
         try:
             for function in functions[first:last]:
                 function()
+            ended.append(last - first)
         except BaseException as error:  # OpenMP's threads cannot raise it
             errors.append(error)
 
@@ -203,11 +206,20 @@ def run_together(functions: Sequence[Callable[[], object]]) -> None:
     loaded.zo2core_run_each(_RUN(run), len(functions), at_once, threads)
     if errors:
         raise errors[0]
+    if sum(ended) < len(functions):  # ctypes prints an interrupt before the ``try``, and goes on
+        raise KeyboardInterrupt
 
 
-def run_in_halves(run: Callable[[int, int], None], rows: int) -> None:
-    """Run a function of the first row and the end of the last one over all rows, in two threads."""
-    run_together([partial(run, 0, rows // 2), partial(run, rows // 2, rows)])
+def run_in_parts(run: Callable[[int, int], None], rows: int) -> None:
+    """Run a function of the first row and the end of the last one on parts of all rows, in the
+    threads of torch's library.
+    """
+    parts = min(rows, thread_count() * _TURNS)
+    if parts < 2 or thread_count() == 1:
+        run(0, rows)
+        return
+    bounds = [rows * part // parts for part in range(parts + 1)]
+    run_together([partial(run, *bound) for bound in pairwise(bounds)])
 
 
 def takes(*tensors: torch.Tensor) -> bool:
@@ -451,6 +463,6 @@ def form(base: Tensor, left: Tensor, right: Tensor, out: Tensor) -> None:
         if base.numel() < _TWO_THREADS:
             run(0, len(base))
         else:
-            run_in_halves(run, len(base))
+            run_in_parts(run, len(base))
     else:
         reference.form(base, left, right, out)
