@@ -1,5 +1,6 @@
 """Fused LoRA layers: bits of peft's, in fewer passes, and peft's own path elsewhere."""
 
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -147,12 +148,17 @@ def test_other_layers_take_pefts_own_path(name: str, monkeypatch: pytest.MonkeyP
     assert not calls
 
 
-def test_a_line_says_where_the_order_of_sums_is_unknown(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("is_known", [False, True])
+def test_a_line_says_where_the_order_of_sums_is_unknown(
+    monkeypatch: pytest.MonkeyPatch, *, is_known: bool
+) -> None:
     model = adapted(torch.float32, r=4)
-    monkeypatch.setattr(fused_lora, "is_compiled", lambda: True)
-    monkeypatch.setattr(thin, "order_of", lambda *_: None)
-    with pytest.warns(ZO2Warning, match="most LoRA layers run peft's own passes"):
-        fused_lora.fuse(model.modules())
+    fused_lora.fuse(model.modules())
+    monkeypatch.setattr(fused_lora, "sums_in_order", lambda *_: False)
+    monkeypatch.setattr(fused_lora, "knows_library", lambda: is_known)
+    line = "most LoRA layers run peft's own passes"
+    with nullcontext() if is_known else pytest.warns(ZO2Warning, match=line):
+        gradients(model, drawn_input((3, 5), torch.float32))
 
 
 @pytest.mark.parametrize("case", ["one row", "autocast", "disabled", "merged", "other sums"])

@@ -32,7 +32,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from models import make_batch, save_model, small_config
 from parity import assert_same_bits
-from profiles import each_choice, short_first
+from profiles import each_choice, needs_threads, short_first
 from runs import small_run
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
@@ -499,6 +499,7 @@ def test_adapters_train_on_coded_weights_as_on_the_decoded_ones(
     assert [name for name, value in before.items() if not torch.equal(value, decoded[name])] == []
 
 
+@needs_threads
 def test_threads_decode_what_a_gradient_is_computed_with(tmp_path: Path) -> None:
     divided = []
 
@@ -513,6 +514,7 @@ def test_threads_decode_what_a_gradient_is_computed_with(tmp_path: Path) -> None
         Engine(model, method) as opened,
         patch.object(decoding, "_TWO_THREADS", 1),
         patch.object(dispatch, "run_in_parts", run_in_parts),
+        patch.object(dispatch, "thread_count", lambda: 2),
     ):
         opened.step(families.batch())
     assert divided

@@ -32,7 +32,7 @@ from engines import (
 from hypothesis import given
 from hypothesis import strategies as st
 from models import CONFIGS, make_batch, save_model, small_config
-from profiles import each_choice
+from profiles import each_choice, needs_threads
 from toy import ToyBlockModel
 from transformers import AutoModelForCausalLM
 
@@ -155,14 +155,20 @@ def test_a_journal_of_another_base_seed_or_noise_is_refused(base: Path, tmp_path
             Engine(open_checkpoint(base), ZerothOrder(MEZO, noise=noise), journal=path)
 
 
+@needs_threads
+@pytest.mark.parametrize("noise", [PhiloxNoise, None], ids=["drawn by kernels", "MeZO's"])
 def test_threads_share_a_segment_and_a_failure_leaves_none_behind(
-    base: Path, monkeypatch: pytest.MonkeyPatch
+    base: Path, noise: type[PhiloxNoise] | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    def method() -> ZerothOrder:
+        return ZerothOrder(MEZO, noise=None if noise is None else noise())
+
     monkeypatch.setattr(zo2core.sweep.perturbers, "PARALLEL_FROM", 0)
     monkeypatch.setattr(zo2core.sweep.perturbers, "RANGE", 64)
     monkeypatch.setattr(dispatch, "thread_count", lambda: 2)
     expected = []
     threads: set[int] = set()
+    has_both = threading.Event()
     failing = False
 
     class FailureError(Exception):
@@ -170,16 +176,20 @@ def test_threads_share_a_segment_and_a_failure_leaves_none_behind(
 
     def watch(kernel: Kernel, *arguments: Any) -> None:
         threads.add(threading.get_ident())
-        if failing and len(threads) == 2:
-            raise FailureError
+        if len(threads) == 2:
+            has_both.set()
+            if failing:
+                raise FailureError
+        has_both.wait(0.05)  # for the other thread, which may still be asleep
         kernel(*arguments)
 
     with (
         kernels_in(watch),
-        Engine(open_checkpoint(base), ZerothOrder(MEZO, noise=PhiloxNoise())) as engine,
+        Engine(open_checkpoint(base), method()) as engine,
     ):
         expected += [engine.step(BATCH).losses for _ in range(2)]
         threads.clear()
+        has_both.clear()
         expected.append(engine.step(BATCH).losses)
         assert len(threads) == 2
         failing = True
@@ -188,7 +198,7 @@ def test_threads_share_a_segment_and_a_failure_leaves_none_behind(
         failing = False
         expected.append(engine.step(BATCH).losses)
     monkeypatch.undo()
-    with Engine(open_checkpoint(base), ZerothOrder(MEZO, noise=PhiloxNoise())) as alone:
+    with Engine(open_checkpoint(base), method()) as alone:
         assert [alone.step(BATCH).losses for _ in range(4)] == expected
 
 

@@ -8,7 +8,13 @@ from typing import Any
 import pytest
 from hypothesis import settings
 
+from zo2core.kernels import dispatch
+
 LONG = pytest.mark.long_profile
+needs_threads = pytest.mark.skipif(
+    dispatch.library() is None or dispatch.torch_threads() is None,
+    reason="kernels are not compiled, or torch's OpenMP library is another one",
+)
 
 
 def each_choice(*axes: Sequence[object]) -> list[Any]:

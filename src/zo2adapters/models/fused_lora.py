@@ -83,7 +83,16 @@ def _fits(x: torch.Tensor, down: torch.Tensor, up: torch.Tensor) -> bool:
     rows = x.numel() // inputs
     if rows == 1:  # products with vectors are summed in another way
         return False
-    return sums_in_order(rows, rank, len(up), inputs)
+    if sums_in_order(rows, rank, len(up), inputs):
+        return True
+    if not knows_library():
+        warnings.warn(
+            "most LoRA layers run peft's own passes, slower and with the same bits: on this "
+            "machine, torch's library adds products in an order that is not known here",
+            ZO2Warning,
+            stacklevel=2,
+        )
+    return False
 
 
 class _AddedTerm(torch.autograd.Function):
@@ -161,21 +170,12 @@ def _multiplied(
 def fuse(modules: Iterable[nn.Module]) -> None:
     """Replace the forward of the LoRA layers among these modules that peft computes in the plain
     way.
-
-    Warns where the order of torch's sums is not known, so that peft's own forward runs instead.
     """
     with names_of("peft"):
         from peft.tuners.lora import layer as lora
 
     if not is_compiled():
         return
-    if not knows_library():
-        warnings.warn(
-            "most LoRA layers run peft's own passes, slower and with the same bits: on this "
-            "machine, torch's library adds products in an order that is not known here",
-            ZO2Warning,
-            stacklevel=2,
-        )
     for layer in modules:
         if type(layer) is lora.Linear and _is_plain(layer):
             replaced: Any = layer

@@ -1,5 +1,5 @@
 """Chooses the kernel: compiled or Triton's if it is installed and supports the tensors, else the
-reference.
+reference. Runs kernels in several threads.
 
 All give the same bits. The compiled kernels are the C files beside this one, through ctypes: for
 CPU tensors of 32 and 16 bits. The library is built when the package is installed; where that was
@@ -12,7 +12,7 @@ import ctypes
 import importlib
 import struct
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import cache, partial
 from importlib.machinery import EXTENSION_SUFFIXES
 from importlib.util import find_spec
@@ -30,8 +30,9 @@ from zo2core.kernels.programs import Draw, table
 from zo2core.types import Distribution, Perturb, Program
 
 _REVISION = 16  # of the C files
-_RUN = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_uint64, ctypes.c_uint64)
-_TURNS = 8  # of each thread, so that all end at about the same time
+_RUN = ctypes.CFUNCTYPE(None)
+_TURNS = 4  # parts for each thread, so that all end at about the same time
+_PAUSE_SOFT = 1  # omp_pause_soft of omp.h: threads end, and settings stay
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 
 
@@ -74,6 +75,7 @@ def _loaded(path: Path) -> ctypes.CDLL | None:
     return loaded
 
 
+@cache
 def torch_threads() -> ctypes.c_void_p | None:
     """OpenMP's function that runs another one in the threads of torch's library; None: torch has
     been built without, and one thread does all.
@@ -165,7 +167,7 @@ def _declare(loaded: ctypes.CDLL) -> None:
         "row_sums": (*matrix, real, u64, u64, u64, u64, integer, u64, unsigned),
         "column_sums": (*matrix, real, u64, u64, u64, u64, integer, u64, unsigned, integer),
         "use_threads": (pointer,),
-        "run_each": (_RUN, u64, u64, unsigned),
+        "run_each": (pointer, u64, unsigned),
     }.items():
         function = getattr(loaded, f"zo2core_{name}")
         function.argtypes, function.restype = arguments, None
@@ -174,48 +176,93 @@ def _declare(loaded: ctypes.CDLL) -> None:
 
 
 def thread_count() -> int:
-    """The number of threads that torch's library has."""
-    return torch.get_num_threads()
+    """The number of threads in which kernels run: those of torch's library, or one without it."""
+    has_threads = library() is not None and torch_threads() is not None
+    return torch.get_num_threads() if has_threads else 1
 
 
-def run_together(functions: Sequence[Callable[[], object]]) -> None:
+def run_together(
+    functions: Sequence[Callable[[], object]], failed: Callable[[], object] | None = None
+) -> None:
     """Run functions that need no gradients at the same time, in the threads of torch's library.
 
     They begin in their order, each when a thread has ended another one: all run one after the other
-    where torch has one thread. The first exception is raised once all have ended.
+    where there is one thread. After an exception none begins. It is raised once all have ended; an
+    interrupt before others.
+
+    Args:
+        functions: The functions.
+        failed: Called after an exception, so that no function waits for the one that raised it.
     """
-    loaded = library()
     threads = thread_count()
-    if loaded is None or threads == 1 or len(functions) == 1:
+    if threads == 1 or len(functions) == 1:
         for function in functions:
             function()
         return
     errors: list[BaseException] = []
-    ended: list[int] = []
-
-    @torch.inference_mode()
-    def run(_: int, first: int, last: int) -> None:
-        try:
-            for function in functions[first:last]:
-                function()
-            ended.append(last - first)
-        except BaseException as error:  # OpenMP's threads cannot raise it
-            errors.append(error)
-
-    at_once = max(1, len(functions) // (threads * _TURNS))
-    loaded.zo2core_run_each(_RUN(run), len(functions), at_once, threads)
+    runs = [_caught(function, errors, failed) for function in functions]
+    for run in runs:
+        next(run)
+    calls = [_RUN(run.__next__) for run in runs]
+    addresses = (ctypes.c_void_p * len(calls))(
+        *(ctypes.cast(call, ctypes.c_void_p).value for call in calls)
+    )
+    compiled = library()
+    assert compiled is not None, "it has threads"
+    compiled.zo2core_run_each(addresses, len(calls), threads)
+    for error in errors:
+        if not isinstance(error, Exception):
+            raise error
     if errors:
         raise errors[0]
-    if sum(ended) < len(functions):  # ctypes prints an interrupt before the ``try``, and goes on
-        raise KeyboardInterrupt
+
+
+def _caught(
+    function: Callable[[], object],
+    errors: list[BaseException],
+    failed: Callable[[], object] | None,
+) -> Iterator[None]:
+    """Run a function between the first value and the second, and keep what it raises.
+
+    OpenMP's threads cannot raise it. It is a generator so that it is resumed within the ``try``: an
+    interrupt at the beginning of a function that C calls would be printed and ignored.
+    """
+    try:
+        yield
+        with torch.inference_mode():
+            if not errors:
+                function()
+    except GeneratorExit:  # it was never resumed
+        return
+    except BaseException as error:
+        errors.append(error)
+        if failed is not None:
+            failed()
+    yield
+
+
+def end_openmp_team() -> None:
+    """End the OpenMP threads of the calling thread, which start again when it next computes.
+
+    Once a process has more OpenMP threads than processors, GNU's library puts them to sleep at the
+    end of each operation instead of letting them wait actively: a step of a small model then takes
+    a quarter longer. Threads that take turns call this before they wait. Other libraries than
+    OpenMP 5.0 are left alone.
+    """
+    try:
+        openmp = ctypes.CDLL(None)
+        openmp.omp_pause_resource(_PAUSE_SOFT, openmp.omp_get_initial_device())
+    except (OSError, AttributeError, TypeError):
+        return
 
 
 def run_in_parts(run: Callable[[int, int], None], rows: int) -> None:
     """Run a function of the first row and the end of the last one on parts of all rows, in the
     threads of torch's library.
     """
-    parts = min(rows, thread_count() * _TURNS)
-    if parts < 2 or thread_count() == 1:
+    threads = thread_count()
+    parts = min(rows, threads * _TURNS)
+    if threads == 1 or parts < 2:
         run(0, rows)
         return
     bounds = [rows * part // parts for part in range(parts + 1)]

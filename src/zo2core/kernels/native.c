@@ -228,10 +228,15 @@ parallel *run_in_threads = NULL;
 
 PUBLIC void zo2core_use_threads(parallel *function) { run_in_threads = function; }
 
-/* Call run(NULL, first, end) for ranges of count, in the threads, each of which takes the next one when it has done one. */
-PUBLIC void zo2core_run_each(
-    void (*run)(const void *of, uint64_t first, uint64_t last), uint64_t count, uint64_t at_once, unsigned threads) {
-    run_in_parts(run, NULL, count, at_once, threads);
+typedef void function(void);
+
+static void call_some(const void *functions, uint64_t first, uint64_t last) {
+    for (uint64_t i = first; i < last; i++) ((function *const *)functions)[i]();
+}
+
+/* Call functions in the threads, each of which calls the next one when its last one has returned. */
+PUBLIC void zo2core_run_each(function *const *functions, uint64_t count, unsigned threads) {
+    run_in_parts(call_some, functions, count, 1, threads);
 }
 
 /* Write z of the elements from start on. */

@@ -17,7 +17,7 @@ from typing import NamedTuple
 import torch
 from torch.nn import functional
 
-from zo2core.kernels.dispatch import DTYPES, functions, library
+from zo2core.kernels.dispatch import DTYPES, functions, library, thread_count
 
 MOST_COLUMNS = 64  # of a thin matrix; a library's product of wider ones is as fast
 _LANES = 8  # a thin matrix has a multiple of so many columns, the last ones filled with zeros
@@ -197,7 +197,7 @@ def multiply(
     out = torch.empty((width, outer) if has_columns_first else (outer, width))
     sums = (DTYPES[wide.dtype], out.data_ptr(), wide.data_ptr(), thin.data_ptr(), scale)
     sizes = (outer, inner, width, *order)
-    division = (_at_once(inner * width), torch.get_num_threads())
+    division = (_at_once(inner * width), thread_count())
     if product.is_along_rows:
         functions().zo2core_row_sums(*sums, *sizes, *division)
     else:
@@ -237,10 +237,10 @@ def thin_product(
         columns,
         inner,
         _at_once(columns * inner),
-        torch.get_num_threads(),
+        thread_count(),
     )
 
 
 def _at_once(products: int) -> int:
     """Rows or columns of a part of the work, each of which takes so many products."""
-    return -(-_WORK_OF_A_PART // (products * _LINE)) * _LINE
+    return -(-_WORK_OF_A_PART // max(1, products * _LINE)) * _LINE

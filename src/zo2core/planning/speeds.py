@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import math
-import os
 import timeit
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -21,6 +20,7 @@ import torch
 from zo2core.errors import OptionError, ScratchError, system_errors_as
 from zo2core.io.direct_file import RangedFile, byte_view, whole_pages
 from zo2core.kernels import Draw, apply
+from zo2core.kernels.dispatch import thread_count
 from zo2core.kernels.programs import compile_updates
 from zo2core.protocols import CounterNoise, NoiseGenerator, TensorReader
 from zo2core.ranges import require_number, require_whole
@@ -41,7 +41,6 @@ MOST_USEFUL_BUCKETS = 1 + READ_AHEAD  # further buckets only keep blocks from sw
 _BYTES = 64 << 20  # written to measure a disk
 _READ_CHUNKS = 48  # read to measure a checkpoint's disk
 _CHUNKS = 64  # of a parameter, replayed to measure replay
-_THREADS = 2  # that replay with counter-based noise; a sequential generator allows one
 _ROUNDS = 3  # of each measurement, of which the fastest counts
 _UPDATES = 4  # replayed in one pass, to measure the cost of one more
 # of a pass with one update, the least cost of one more: smaller differences are noise of the clock
@@ -150,7 +149,8 @@ def _seconds(noise: NoiseGenerator, layouts: Sequence[BlockLayout], program: Pro
                 noise.fill(z, 0, largest, start)
                 apply(theta, program, [z])
 
-    threads = min(_THREADS, os.cpu_count() or 1) if isinstance(noise, CounterNoise) else 1
+    # a sequential generator allows one
+    threads = thread_count() if isinstance(noise, CounterNoise) else 1
     share = sum(stop - start for start, stop in chunks) / sum(spec.numel for spec in specs)
     return min(timeit.repeat(run, number=1, repeat=_ROUNDS)) / share / threads
 

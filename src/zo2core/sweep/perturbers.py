@@ -36,7 +36,13 @@ import torch
 
 from zo2core.encodings import decoding
 from zo2core.estimators.noise import noise_bytes
-from zo2core.kernels.dispatch import Kernel, choose_kernel, run_together, triton_kernels
+from zo2core.kernels import dispatch
+from zo2core.kernels.dispatch import (
+    Kernel,
+    choose_kernel,
+    run_together,
+    triton_kernels,
+)
 from zo2core.kernels.low_bit import low_bit_bytes, scales_positions
 from zo2core.kernels.programs import (
     Draw,
@@ -153,8 +159,6 @@ class WorkBuffer:
         allocate: Callable[[int], torch.Tensor] | None = None,
     ) -> None:
         self._device = device
-        # elsewhere kernels run in streams of the thread that launches them
-        self.has_threads = device.torch_device.type == "cpu"
         self.keeps_noise = keep_noise and not isinstance(noise, CounterNoise)
         memory = _Memory(
             work=(device.empty if allocate is None else allocate)(work_bytes(layouts)),
@@ -180,6 +184,13 @@ class WorkBuffer:
             ),
             default=0,
         )
+
+    @property
+    def has_threads(self) -> bool:
+        """Whether several threads may change it; on a device kernels run in streams of the thread
+        that launches them.
+        """
+        return self._device.torch_device.type == "cpu" and dispatch.thread_count() > 1
 
     def bind(self, bind: Callable[[int, Mapping[str, torch.Tensor]], None]) -> None:
         """Make the buffer's views the parameters of a model's modules."""
@@ -360,8 +371,7 @@ def named_views(specs: Sequence[ParameterSpec], memory: torch.Tensor) -> dict[st
     return dict(zip((spec.name for spec in specs), flat_views(specs, memory), strict=True))
 
 
-# Note: Second thread. Starting work on it takes tens of microseconds, so smaller segments stay on
-# one thread.
+# Note: Threads. Starting work in them takes about 0.1 ms, so smaller segments stay in one.
 PARALLEL_FROM = 1 << 17
 # Note: Ranges. Large enough that the call costs little, small enough that the threads end together.
 # A multiple of Philox's groups.
@@ -540,7 +550,7 @@ class TrajectoryPerturber(Perturber):
                 task()
 
     def _divides(self, index: int) -> bool:
-        """Whether a segment is so large that a second thread saves time."""
+        """Whether a segment is so large that further threads save time."""
         return self.buffer.has_threads and self.buffer.segments[index].numel >= self._parallel_from
 
 
@@ -708,7 +718,8 @@ class DrawnPerturber(TrajectoryPerturber):
             [
                 partial(self._replay_parts, index, stores, parts, replayed),
                 partial(self._perturb_chunks, index, first, awaited=awaited),
-            ]
+            ],
+            failed=partial(replayed.put, None),
         )
         return self.version
 
@@ -759,18 +770,12 @@ class DrawnPerturber(TrajectoryPerturber):
         parts: Sequence[ProgramsInTurn],
         replayed: ReplayedChunks | None,
     ) -> None:
-        """Run parts of programs on a segment's store.
-
-        Each chunk that has passed the last part is put into ``replayed``, or None after a failure.
+        """Run parts of programs on a segment's store; each chunk that has passed the last part is
+        put into ``replayed``.
         """
-        try:
-            for part in parts:
-                operations = self._operations_in_store(index, stores[index], part)
-                self._replay(index, operations, replayed if part is parts[-1] else None)
-        except BaseException:
-            if replayed is not None:
-                replayed.put(None)
-            raise
+        for part in parts:
+            operations = self._operations_in_store(index, stores[index], part)
+            self._replay(index, operations, replayed if part is parts[-1] else None)
 
     def _replay(
         self, index: int, operations: Sequence[Operation], replayed: ReplayedChunks | None

@@ -20,6 +20,7 @@ import torch
 from zo2core.errors import BusyError, ClosedError
 from zo2core.estimators.perturbation import StackedForward
 from zo2core.kernels import Distribution, Draw, apply
+from zo2core.kernels.dispatch import end_openmp_team
 from zo2core.kernels.programs import Trajectory
 from zo2core.protocols import (
     Activations,
@@ -310,7 +311,10 @@ class HostReplay:
         if self._perturber is None or self._perturber.version != present:  # a new sweep
             trajectory = Trajectory(self._updates, present, (), zo_eps=1.0, perturb_in_place=True)
             self._perturber = CounterPerturber(self._noise, self._buffer, trajectory)
-        version = self._perturber.replay(index, {index: store}, version)
+        try:
+            version = self._perturber.replay(index, {index: store}, version)
+        finally:
+            end_openmp_team()  # of the thread that prepares blocks: visits have one of their own
         self._update_loss.sample(index, store, self._layouts[index].parameters)
         return version
 
