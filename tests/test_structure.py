@@ -189,7 +189,7 @@ MOST_NODES = {
     "zo2core/estimators": 7135,
     "zo2core/io": 3374,
     "zo2core/journal": 4797,
-    "zo2core/kernels": 7127,
+    "zo2core/kernels": 7169,
     "zo2core/methods": 6384,
     "zo2core/optimizers": 3911,
     "zo2core/planning": 3709,

@@ -573,7 +573,7 @@ def test_an_interrupt_is_raised_before_other_errors_and_nothing_begins_after_one
         waiting.get(timeout=60)
         raise KeyboardInterrupt
 
-    later = [partial(begun.append, number) for number in range(30)]
+    later = [partial(begun.append, number) for number in range(6)]
     with pytest.raises(KeyboardInterrupt):
         dispatch.run_together([interrupted, broken, *later], failed=lambda: waiting.put(None))
     assert not begun

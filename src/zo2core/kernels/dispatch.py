@@ -12,7 +12,7 @@ import ctypes
 import importlib
 import struct
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import cache, partial
 from importlib.machinery import EXTENSION_SUFFIXES
 from importlib.util import find_spec
@@ -31,7 +31,7 @@ from zo2core.types import Distribution, Perturb, Program
 
 _REVISION = 16  # of the C files
 _RUN = ctypes.CFUNCTYPE(None)
-_TURNS = 4  # parts for each thread, so that all end at about the same time
+_TURNS = 8  # parts for each thread, so that all end at about the same time
 _PAUSE_SOFT = 1  # omp_pause_soft of omp.h: threads end, and settings stay
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 
@@ -191,16 +191,17 @@ def run_together(
     interrupt before others.
 
     Args:
-        functions: The functions.
+        functions: The functions. Those that wait for each other are at most as many as threads.
         failed: Called after an exception, so that no function waits for the one that raised it.
     """
     threads = thread_count()
-    if threads == 1 or len(functions) == 1:
+    if threads == 1 or len(functions) < 2:
         for function in functions:
             function()
         return
     errors: list[BaseException] = []
-    runs = [_caught(function, errors, failed) for function in functions]
+    parts = _bounds(len(functions), min(len(functions), threads * _TURNS))
+    runs = [_caught(functions[first:last], errors, failed) for first, last in parts]
     for run in runs:
         next(run)
     calls = [_RUN(run.__next__) for run in runs]
@@ -218,11 +219,11 @@ def run_together(
 
 
 def _caught(
-    function: Callable[[], object],
+    functions: Sequence[Callable[[], object]],
     errors: list[BaseException],
     failed: Callable[[], object] | None,
 ) -> Iterator[None]:
-    """Run a function between the first value and the second, and keep what it raises.
+    """Run functions between the first value and the second, and keep what one of them raises.
 
     OpenMP's threads cannot raise it. It is a generator so that it is resumed within the ``try``: an
     interrupt at the beginning of a function that C calls would be printed and ignored.
@@ -230,8 +231,9 @@ def _caught(
     try:
         yield
         with torch.inference_mode():
-            if not errors:
-                function()
+            for function in functions:
+                if not errors:
+                    function()
     except GeneratorExit:  # it was never resumed
         return
     except BaseException as error:
@@ -265,8 +267,12 @@ def run_in_parts(run: Callable[[int, int], None], rows: int) -> None:
     if threads == 1 or parts < 2:
         run(0, rows)
         return
-    bounds = [rows * part // parts for part in range(parts + 1)]
-    run_together([partial(run, *bound) for bound in pairwise(bounds)])
+    run_together([partial(run, first, last) for first, last in _bounds(rows, parts)])
+
+
+def _bounds(count: int, parts: int) -> Iterable[tuple[int, int]]:
+    """The first number and the end of each of some parts of so many numbers."""
+    return pairwise(count * part // parts for part in range(parts + 1))
 
 
 def takes(*tensors: torch.Tensor) -> bool:
