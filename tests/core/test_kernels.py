@@ -5,6 +5,7 @@ notes say.
 import _thread
 import math
 import os
+import random
 import shutil
 import subprocess
 import sys
@@ -524,9 +525,14 @@ def test_no_interrupt_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(dispatch, "thread_count", lambda: 2)
     main = threading.get_ident()
     weights = torch.zeros(1 << 12)
+    delays = random.Random(0)
 
     def interrupt() -> None:
-        if threading.get_ident() != main and not sent:
+        if threading.get_ident() == main:
+            has_begun.wait(0.05)  # for the other thread, which may still be asleep
+        elif not sent:
+            has_begun.set()
+            time.sleep(delays.uniform(0, 1e-4))
             sent.append(True)
             _thread.interrupt_main()
         dispatch.fill(weights, Distribution.RADEMACHER, 5, 0)
@@ -534,6 +540,7 @@ def test_no_interrupt_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
     all_sent = 0
     for _ in range(200):
         sent: list[bool] = []
+        has_begun = threading.Event()
         received = False
         try:
             dispatch.run_together([interrupt] * 16)
