@@ -38,7 +38,7 @@ from zo2core import (
     ZerothOrder,
 )
 from zo2core.errors import BusyError, JournalError, OptionError
-from zo2core.kernels import Draw, dispatch
+from zo2core.kernels import Draw, dispatch, native
 from zo2core.kernels.matmul_precision import changes_products, matmul_precision
 from zo2core.ranges import MatmulPrecision
 from zo2core.types import Descend, Lane, Perturb, Program
@@ -219,7 +219,7 @@ def test_kernels_round_results_once(
         outcomes = []
         for compiled in (True, False):
             if not compiled:
-                monkeypatch.setattr(dispatch, "library", lambda: None)
+                monkeypatch.setattr(native, "library", lambda: None)
             theta = torch.randn(3000, generator=torch.Generator().manual_seed(1)).to(stored)
             out = None if then is None else torch.empty(3000, dtype=stored)
             rounded = torch.empty(3000, dtype=computed)

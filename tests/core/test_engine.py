@@ -77,7 +77,7 @@ from zo2core.errors import (
     OutputError,
     ScratchError,
 )
-from zo2core.kernels import dispatch
+from zo2core.kernels import parallel
 from zo2core.kernels.dispatch import Kernel
 from zo2core.methods.first_order import AtSnapshot
 from zo2core.protocols import NoiseGenerator, ZOEstimator
@@ -165,7 +165,7 @@ def test_threads_share_a_segment_and_a_failure_leaves_none_behind(
 
     monkeypatch.setattr(zo2core.sweep.perturbers, "PARALLEL_FROM", 0)
     monkeypatch.setattr(zo2core.sweep.perturbers, "RANGE", 64)
-    monkeypatch.setattr(dispatch, "thread_count", lambda: 2)
+    monkeypatch.setattr(parallel, "thread_count", lambda: 2)
     expected = []
     threads: set[int] = set()
     has_both = threading.Event()

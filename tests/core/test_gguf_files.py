@@ -22,7 +22,7 @@ from zo2core.encodings.decoding import decode
 from zo2core.encodings.forms import GGUF_BLOCKS, GGUFRows
 from zo2core.encodings.gguf import grid_of
 from zo2core.errors import CheckpointError, OptionError, UnsupportedModelError
-from zo2core.kernels import dispatch
+from zo2core.kernels import native, parallel
 from zo2core.types import ParameterSpec
 
 METADATA: dict[str, Any] = {
@@ -327,8 +327,8 @@ def decoded(
 @pytest.fixture(params=["compiled", "reference"])
 def kernels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     if request.param == "reference":
-        monkeypatch.setattr(dispatch, "library", lambda: None)
-    elif dispatch.library() is None:
+        monkeypatch.setattr(native, "library", lambda: None)
+    elif native.library() is None:
         pytest.skip("no compiled kernels")
     return str(request.param)
 
@@ -368,7 +368,7 @@ def test_types_whose_values_another_package_has_are_refused_without_it(
 
 @pytest.mark.parametrize("heads", [0, 5])
 def test_two_threads_decode_the_same(heads: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(dispatch, "thread_count", lambda: 2)
+    monkeypatch.setattr(parallel, "thread_count", lambda: 2)
     codes = np.random.default_rng(2).integers(
         0, 60, (530, GGUF_BLOCKS["Q4_K"].nbytes * 4), dtype=np.uint8
     )

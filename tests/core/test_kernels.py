@@ -27,14 +27,12 @@ from hypothesis import strategies as st
 from profiles import needs_threads
 
 from zo2core.errors import ZO2Warning
-from zo2core.kernels import Draw, dispatch, form, reference
+from zo2core.kernels import Draw, dispatch, form, native, parallel, reference
 from zo2core.kernels.programs import table
 from zo2core.types import Descend, Distribution, Perturb, Program
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
-compiled = pytest.mark.skipif(
-    dispatch.library() is None, reason="the compiled kernels are not built"
-)
+compiled = pytest.mark.skipif(native.library() is None, reason="the compiled kernels are not built")
 
 # 0, -0, subnormal numbers, the largest, what overflows, what is not a number, ties of 16-bit
 # roundings.
@@ -77,7 +75,7 @@ def test_the_compiled_kernels_are_there_where_a_compiler_is() -> None:
     skipped.
     """
     compiler = str(sysconfig.get_config_var("CC") or "cc").split()[0]
-    assert dispatch.library() is not None or shutil.which(compiler) is None
+    assert native.library() is not None or shutil.which(compiler) is None
 
 
 def instructions(directions: int) -> st.SearchStrategy[list[Perturb | Descend]]:
@@ -187,7 +185,7 @@ def test_one_pass_is_the_composition_of_its_parts(
     out = None if then is None else theta if in_place else torch.empty_like(theta)
     with pytest.MonkeyPatch.context() as patch:
         if not with_library:
-            patch.setattr(dispatch, "library", lambda: None)
+            patch.setattr(native, "library", lambda: None)
         dispatch.apply(theta, program, Draw(distribution, 6, start), out=out)
     if out is not None:
         assert_same(out, moved)
@@ -217,18 +215,18 @@ def test_tensors_that_the_compiled_kernels_cannot_take_go_to_the_reference() -> 
     assert not dispatch.takes(numbers.double())
     assert not dispatch.takes(numbers[::2])
     assert not dispatch.takes(numbers, numbers.half())
-    assert dispatch.takes(numbers) == (dispatch.library() is not None)
+    assert dispatch.takes(numbers) == (native.library() is not None)
     chosen = dispatch.choose_kernel(numbers, copies=(numbers.half(), None))
-    assert (chosen is not reference.apply) == (dispatch.library() is not None)
+    assert (chosen is not reference.apply) == (native.library() is not None)
     for weights, copy in ((numbers.double(), None), (numbers, numbers.double())):
         assert dispatch.choose_kernel(weights, copies=(copy,)) is reference.apply
 
 
 def test_a_library_of_another_revision_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(dispatch, "_REVISION", -1)
-    if dispatch.library() is not None:
+    monkeypatch.setattr(native, "_REVISION", -1)
+    if native.library() is not None:
         with pytest.warns(ZO2Warning, match="revision"):
-            assert dispatch.library.__wrapped__() is None
+            assert native.library.__wrapped__() is None
 
 
 @compiled
@@ -238,7 +236,7 @@ def test_a_library_of_another_revision_is_not_used(monkeypatch: pytest.MonkeyPat
 def test_a_library_that_cannot_be_loaded_is_said_in_one_line_and_not_used(
     kind: str, tmp_path: Path
 ) -> None:
-    whole = dispatch.library()
+    whole = native.library()
     assert whole is not None
     content = Path(whole._name).read_bytes()
     renamed = content.replace(b"zo2core_twister_skip", b"zo2core_twister_skap")
@@ -254,7 +252,7 @@ def test_a_library_that_cannot_be_loaded_is_said_in_one_line_and_not_used(
     else:
         path.write_bytes({**contents, "other functions": renamed}[kind])
     with pytest.warns(ZO2Warning, match="compiled kernels are not used") as warned:
-        assert dispatch._loaded(path) is None
+        assert native._loaded(path) is None
     assert len(warned) == 1
     assert "\n" not in str(warned[0].message)
 
@@ -262,9 +260,9 @@ def test_a_library_that_cannot_be_loaded_is_said_in_one_line_and_not_used(
 def test_a_library_that_was_not_built_is_said_in_one_line(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(dispatch, "__file__", str(tmp_path / "dispatch.py"))
+    monkeypatch.setattr(native, "__file__", str(tmp_path / "native.py"))
     with pytest.warns(ZO2Warning, match="not used \\(no compiler built them") as warned:
-        assert dispatch.library.__wrapped__() is None
+        assert native.library.__wrapped__() is None
     assert len(warned) == 1
 
 
@@ -435,8 +433,8 @@ def test_what_is_formed_is_the_sum_rounded_once_in_two_threads_too(dtype: torch.
     alone, together = torch.empty_like(base), torch.empty_like(base)
     form(base, own, shared, alone)
     with (
-        patch.object(dispatch, "_TWO_THREADS", 1),
-        patch.object(dispatch, "thread_count", lambda: 2),
+        patch.object(dispatch, "_IN_A_PART", 1),
+        patch.object(parallel, "thread_count", lambda: 2),
     ):
         form(base, own, shared, together)
     assert torch.equal(together, alone)
@@ -489,7 +487,7 @@ def test_the_kernel_compiles_for_a_gpu_without_fused_or_approximate_operations(
 
 @needs_threads
 def test_functions_run_at_the_same_time_in_torchs_threads(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(dispatch, "thread_count", lambda: 2)
+    monkeypatch.setattr(parallel, "thread_count", lambda: 2)
     first, second = SimpleQueue[int](), SimpleQueue[int]()
     threads: set[int] = set()
 
@@ -498,7 +496,7 @@ def test_functions_run_at_the_same_time_in_torchs_threads(monkeypatch: pytest.Mo
         reply.put(number)
         assert question.get(timeout=60) == 3 - number, "both run before one of them has ended"
 
-    dispatch.run_together([lambda: answer(first, second, 1), lambda: answer(second, first, 2)])
+    parallel.run_together([lambda: answer(first, second, 1), lambda: answer(second, first, 2)])
     assert len(threads) == 2
     assert threading.get_ident() in threads
 
@@ -507,7 +505,7 @@ def test_functions_run_at_the_same_time_in_torchs_threads(monkeypatch: pytest.Mo
 def test_functions_begin_in_their_order_and_the_first_error_is_raised(
     threads: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(dispatch, "thread_count", lambda: threads)
+    monkeypatch.setattr(parallel, "thread_count", lambda: threads)
     begun: list[int] = []
 
     def begin(number: int) -> None:
@@ -516,13 +514,13 @@ def test_functions_begin_in_their_order_and_the_first_error_is_raised(
             raise ArithmeticError(number)
 
     with pytest.raises(ArithmeticError, match="1"):
-        dispatch.run_together([partial(begin, number) for number in range(3)])
+        parallel.run_together([partial(begin, number) for number in range(3)])
     assert begun == [0, 1] if threads == 1 else 1 in begun
 
 
 @needs_threads
 def test_no_interrupt_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(dispatch, "thread_count", lambda: 2)
+    monkeypatch.setattr(parallel, "thread_count", lambda: 2)
     main = threading.get_ident()
     weights = torch.zeros(1 << 12)
     delays = random.Random(0)
@@ -543,7 +541,7 @@ def test_no_interrupt_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
         has_begun = threading.Event()
         received = False
         try:
-            dispatch.run_together([interrupt] * 16)
+            parallel.run_together([interrupt] * 16)
             time.sleep(0)
         except KeyboardInterrupt:
             received = True
@@ -556,11 +554,11 @@ def test_no_interrupt_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_without_threads_of_torchs_library_one_runs_all(
     missing: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(dispatch, missing, lambda: None)
+    monkeypatch.setattr(native, missing, lambda: None)
     monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
-    assert dispatch.thread_count() == 1
+    assert parallel.thread_count() == 1
     begun: list[int] = []
-    dispatch.run_together([lambda: begun.append(0), lambda: begun.append(1)])
+    parallel.run_together([lambda: begun.append(0), lambda: begun.append(1)])
     assert begun == [0, 1]
 
 
@@ -568,7 +566,7 @@ def test_without_threads_of_torchs_library_one_runs_all(
 def test_an_interrupt_is_raised_before_other_errors_and_nothing_begins_after_one(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(dispatch, "thread_count", lambda: 2)
+    monkeypatch.setattr(parallel, "thread_count", lambda: 2)
     waiting, has_begun, begun = SimpleQueue[None](), threading.Event(), list[int]()
 
     def broken() -> None:
@@ -582,5 +580,5 @@ def test_an_interrupt_is_raised_before_other_errors_and_nothing_begins_after_one
 
     later = [partial(begun.append, number) for number in range(6)]
     with pytest.raises(KeyboardInterrupt):
-        dispatch.run_together([interrupted, broken, *later], failed=lambda: waiting.put(None))
+        parallel.run_together([interrupted, broken, *later], failed=lambda: waiting.put(None))
     assert not begun

@@ -44,7 +44,7 @@ from zo2core import (
     ZerothOrder,
 )
 from zo2core.errors import JournalError, OptionError
-from zo2core.kernels import dispatch, fill
+from zo2core.kernels import dispatch, fill, native
 from zo2core.kernels.low_bit import FP8, decode, encode, low_bit_layout
 from zo2core.protocols import ZOEstimator
 from zo2core.sources.low_bit import LowBitSource
@@ -507,7 +507,7 @@ def test_options_that_do_not_go_together_are_one_line(
     assert not (tmp_path / "run").exists()
 
 
-@pytest.mark.skipif(dispatch.library() is None, reason="there are no compiled kernels")
+@pytest.mark.skipif(native.library() is None, reason="there are no compiled kernels")
 @given(data=st.data())
 def test_compiled_kernels_round_to_8_bits_as_torch_does(data: st.DataObject) -> None:
     rows, columns = data.draw(st.integers(1, 5)), data.draw(st.integers(1, 70))
@@ -540,7 +540,7 @@ def test_compiled_kernels_round_to_8_bits_as_torch_does(data: st.DataObject) -> 
     assert bits[0] == bits[1]
 
 
-@pytest.mark.skipif(dispatch.library() is None, reason="there are no compiled kernels")
+@pytest.mark.skipif(native.library() is None, reason="there are no compiled kernels")
 def test_every_number_between_two_of_8_bits_goes_to_the_nearer_one() -> None:
     codes = torch.arange(256, dtype=torch.uint8).view(FP8).float()
     numbers = codes[codes.isfinite()].sort().values

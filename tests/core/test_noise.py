@@ -32,7 +32,7 @@ from zo2core.estimators.noise import (
     compiled_agrees,
     make_generator,
 )
-from zo2core.kernels import dispatch
+from zo2core.kernels import native
 from zo2core.protocols import NoiseGenerator
 
 Make = Callable[[Sequence[BlockLayout]], NoiseGenerator]
@@ -218,11 +218,9 @@ def test_seeds_that_are_retained_go_on_and_others_give_up_their_place(passed: li
 
 
 CPU = torch.device("cpu")
-compiled = pytest.mark.skipif(
-    dispatch.library() is None, reason="the compiled kernels are not built"
-)
+compiled = pytest.mark.skipif(native.library() is None, reason="the compiled kernels are not built")
 agreeing = pytest.mark.skipif(
-    dispatch.library() is None or torch.backends.cpu.get_cpu_capability() not in ("AVX2", "AVX512"),
+    native.library() is None or torch.backends.cpu.get_cpu_capability() not in ("AVX2", "AVX512"),
     reason="the compiled kernels are not built, or torch computes otherwise on this processor",
 )
 
@@ -320,7 +318,7 @@ def test_a_library_of_other_numbers_is_not_used(
 def test_without_the_library_torch_draws(
     dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(dispatch, "library", lambda: None)
+    monkeypatch.setattr(native, "library", lambda: None)
     assert isinstance(make_generator(3, CPU, {dtype}), TorchGenerator)
     assert_torch_draws(1000, [dtype])
 

@@ -32,7 +32,7 @@ import zo2core.estimators.noise
 import zo2core.sweep.perturbers
 from zo2adapters import MonolithicMeZO, open_checkpoint
 from zo2core import Distribution, Engine, MeZOSGD, ZerothOrder
-from zo2core.kernels import dispatch
+from zo2core.kernels import parallel
 from zo2core.sources.slot_file import Scratch
 
 # elements: all segments, some, none
@@ -85,7 +85,7 @@ def test_trajectory_is_the_monolithic_loops(
     with (
         tempfile.TemporaryDirectory() as folder,
         patch.object(zo2core.sweep.perturbers, "PARALLEL_FROM", threads_from),
-        patch.object(dispatch, "thread_count", lambda: 2),
+        patch.object(parallel, "thread_count", lambda: 2),
     ):
         base = save_model(
             Path(folder, "base"),
@@ -152,7 +152,7 @@ def test_toy_of_plain_modules_has_parity(
     with (
         tempfile.TemporaryDirectory() as folder,
         patch.object(zo2core.sweep.perturbers, "PARALLEL_FROM", threads_from),
-        patch.object(dispatch, "thread_count", lambda: 2),
+        patch.object(parallel, "thread_count", lambda: 2),
     ):
         file, run = Path(folder, "toy.safetensors"), Path(folder, "run")
         whole = make_toy(*sizes, **options)

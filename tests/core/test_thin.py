@@ -10,7 +10,7 @@ import pytest
 import torch
 from profiles import each_choice
 
-from zo2core.kernels import dispatch, thin
+from zo2core.kernels import native, thin
 from zo2core.kernels.thin import Order, Product
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -148,11 +148,11 @@ def own_threads() -> Iterator[list[int]]:
             list(pool.map(run, [argument] * threads))
 
     function = IN_THREADS(run_in_threads)
-    dispatch.functions().zo2core_use_threads(ctypes.cast(function, ctypes.c_void_p))
+    native.functions().zo2core_use_threads(ctypes.cast(function, ctypes.c_void_p))
     try:
         yield asked
     finally:
-        dispatch.functions().zo2core_use_threads(dispatch.torch_threads())
+        native.functions().zo2core_use_threads(native.torch_threads())
 
 
 @pytest.mark.parametrize("threads", [1, 2, 3])

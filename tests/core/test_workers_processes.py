@@ -35,7 +35,7 @@ from zo2core import (
     ZerothOrder,
 )
 from zo2core.errors import ZO2Error
-from zo2core.kernels import dispatch
+from zo2core.kernels import native
 
 KINDS = ("default", "avx2", "avx512")  # of vector instructions that torch uses
 STEPS = 4
@@ -44,7 +44,7 @@ STEPS = 4
 def without_kernels(kind: str) -> None:
     """The oldest machine has no compiled kernels either."""
     if kind == KINDS[0]:
-        dispatch.library = lambda: None  # type: ignore[assignment]
+        native.library = lambda: None  # type: ignore[assignment]
 
 
 def trained(
@@ -99,7 +99,7 @@ def train_on(
 
 pytestmark = pytest.mark.long_profile  # processes that import everything
 several_kinds = pytest.mark.skipif(
-    dispatch.library() is None or torch.backends.cpu.get_cpu_capability() != "AVX512",
+    native.library() is None or torch.backends.cpu.get_cpu_capability() != "AVX512",
     reason="this machine is of one kind",
 )
 

@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 from hypothesis import settings
 
-from zo2core.kernels import dispatch
+from zo2core.kernels import native
 
 LONG = pytest.mark.long_profile
 needs_threads = pytest.mark.skipif(
-    dispatch.library() is None or dispatch.torch_threads() is None,
+    native.library() is None or native.torch_threads() is None,
     reason="kernels are not compiled, or torch's OpenMP library is another one",
 )
 

@@ -16,7 +16,7 @@ from zo2core.encodings.decoding import decode
 from zo2core.encodings.forms import GGUF_BLOCKS, GGUFRows, NF4Blocks
 from zo2core.estimators.factors import FactorStore
 from zo2core.estimators.perturbation import Factors
-from zo2core.kernels import Draw, dispatch, fill, reference
+from zo2core.kernels import Draw, dispatch, fill, native, reference
 from zo2core.types import Descend, Evaluation, ParameterSpec, Perturb, Program, Update
 
 MATRIX = (4096, 11008)  # of Llama-7B's largest matrix
@@ -56,7 +56,7 @@ def kernels(
     GGUF's blocks and of nf4 instead, in bytes of decoded weights a second.
     """
     torch.set_num_threads(1)  # this program starts its own threads
-    measured: dict[str, Any] = {"compiled kernels": dispatch.library() is not None}
+    measured: dict[str, Any] = {"compiled kernels": native.library() is not None}
     for name in dtypes:
         works = (
             decoding(DTYPES[name], rounds)

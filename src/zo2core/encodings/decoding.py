@@ -41,7 +41,7 @@ from zo2core.encodings.forms import (
     PackedGroups,
 )
 from zo2core.encodings.gguf import GGUF_DECODERS, grid_of, row_order
-from zo2core.kernels import dispatch
+from zo2core.kernels import dispatch, native, parallel
 from zo2core.kernels.low_bit import LARGEST_FP8
 from zo2core.types import EncodedPart, ParameterSpec, encoded_bytes
 
@@ -64,7 +64,7 @@ _BY_ROWS = 2
 # the order of gguf.c's enum
 _GGUF_KINDS = {name: number for number, name in enumerate(GGUF_BLOCKS)}
 _NF4_ROLES = ("codes", "scales", "table", "nested scales", "nested table")
-_TWO_THREADS = 1 << 18  # weights of a matrix from which a second thread pays
+_IN_A_PART = 1 << 17  # weights that a thread decodes at once, at least
 _MANY = 8  # matrices from which each thread takes some of them, not some rows of each
 _DECODED_AT_ONCE = 1 << 20  # weights that the reference decodes at a time
 
@@ -88,13 +88,13 @@ def decode(spec: ParameterSpec, stored: Tensor, out: Tensor, *, in_threads: bool
             _decode(matrix.encoding, matrix.parts(), matrix.weights)
         return
     if in_threads and len(matrices) >= _MANY:
-        dispatch.run_in_parts(partial(_decode_matrices, matrices), len(matrices))
+        decode_some = partial(_decode_matrices, matrices)
+        parallel.run_in_parts(decode_some, len(matrices), out.numel() // _IN_A_PART)
         return
     for matrix in matrices:
         units, run = _compiled(matrix)
-        is_small = matrix.weights.numel() < _TWO_THREADS
-        if in_threads and not is_small and matrix.begins_rows_with_blocks():
-            dispatch.run_in_parts(run, units)
+        if in_threads and matrix.begins_rows_with_blocks():
+            parallel.run_in_parts(run, units, matrix.weights.numel() // _IN_A_PART)
         else:
             run(0, units)
 
@@ -143,7 +143,7 @@ def _compiled(encoded: _EncodedMatrix) -> tuple[int, Callable[[int, int], None]]
     """The compiled kernel: number of units of work, and a function that does those from a first one
     to a last one.
     """
-    compiled = dispatch.functions()
+    compiled = native.functions()
     encoding = encoded.encoding
     matrix = encoded.weights
     parts = encoded.parts()

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from zo2core.errors import OptionError
-from zo2core.kernels import dispatch, fill
+from zo2core.kernels import dispatch, fill, native
 from zo2core.protocols import SEEDS_IN_TURN, NoiseGenerator
 from zo2core.types import (
     BlockLayout,
@@ -76,7 +76,7 @@ class CompiledGenerator:
     __slots__ = ("_library", "_state")
 
     def __init__(self, seed: int) -> None:
-        self._library = dispatch.functions()
+        self._library = native.functions()
         self._state = ctypes.create_string_buffer(self._library.zo2core_twister_size())
         self._library.zo2core_twister_seed(self._state, seed)
 
@@ -113,7 +113,7 @@ def compiled_agrees(dtype: torch.dtype) -> bool:
     """Whether the compiled generator is installed and gives torch's bits in a dtype on this
     machine. Compared once.
     """
-    if dispatch.library() is None or dtype not in dispatch.DTYPES:
+    if native.library() is None or dtype not in dispatch.DTYPES:
         return False
     for seed in _SEEDS:
         reference = TorchGenerator(seed, torch.device("cpu"))

@@ -13,7 +13,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from zo2core.kernels import dispatch
+from zo2core.kernels import dispatch, native
 from zo2core.types import BlockLayout, ParameterSpec, aligned
 
 FP8 = torch.float8_e4m3fn
@@ -70,7 +70,7 @@ def encode(theta: Tensor, encoded: Tensor, scales: Tensor | None) -> None:
         and encoded.is_cpu
     ):
         addresses = (tensor.data_ptr() for tensor in (encoded, scales, theta))
-        if dispatch.functions().zo2core_encode_float8(
+        if native.functions().zo2core_encode_float8(
             *addresses, LARGEST_FP8, _LEAST_SCALE, *rows.shape
         ):
             return  # else a row is not finite
@@ -95,7 +95,7 @@ def decode(encoded: Tensor, scales: Tensor | None, out: Tensor) -> None:
         rows = out.view(len(scales), -1)
         addresses = (tensor.data_ptr() for tensor in (out, encoded, scales))
         block = 1, max(rows.shape[1], 1)
-        dispatch.functions().zo2core_decode_float8(
+        native.functions().zo2core_decode_float8(
             dispatch.DTYPES[out.dtype], *addresses, 0, *rows.shape, *block
         )
         return

@@ -87,10 +87,7 @@ PUBLIC int zo2core_has_fused_products(void) {
 #endif
 }
 
-/* out = round(base + scale * (left right)), or without a base out = round(left right), in parts of `rows_at_once` rows.
- *
- * out and base have `rows` of `columns` numbers of the dtype, and may be the same memory; left (rows, rank) and right
- * (rank, columns) are float32. Products are added one after the other, each in one rounding. */
+/* What ``zo2core_thin_product`` is given. */
 struct addition {
     int dtype;
     void *out;
@@ -108,6 +105,10 @@ static void add_rows(const void *addition, uint64_t first, uint64_t last) {
         of->left + first * of->rank, of->right, of->scale, last - first, of->columns, of->rank);
 }
 
+/* out = round(base + scale * (left right)), or without a base out = round(left right), in parts of `rows_at_once` rows.
+ *
+ * out and base have `rows` of `columns` numbers of the dtype, and may be the same memory; left (rows, rank) and right
+ * (rank, columns) are float32. Products are added one after the other, each in one rounding. */
 PUBLIC void zo2core_thin_product(
     int dtype, void *out, const void *base, const float *left, const float *right, float scale, uint64_t rows,
     uint64_t columns, uint64_t rank, uint64_t rows_at_once, unsigned threads) {

@@ -17,7 +17,9 @@ from typing import NamedTuple
 import torch
 from torch.nn import functional
 
-from zo2core.kernels.dispatch import DTYPES, functions, library, thread_count
+from zo2core.kernels.dispatch import DTYPES
+from zo2core.kernels.native import functions, library
+from zo2core.kernels.parallel import thread_count
 
 MOST_COLUMNS = 64  # of a thin matrix; a library's product of wider ones is as fast
 _LANES = 8  # a thin matrix has a multiple of so many columns, the last ones filled with zeros

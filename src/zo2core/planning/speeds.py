@@ -20,7 +20,7 @@ import torch
 from zo2core.errors import OptionError, ScratchError, system_errors_as
 from zo2core.io.direct_file import RangedFile, byte_view, whole_pages
 from zo2core.kernels import Draw, apply
-from zo2core.kernels.dispatch import thread_count
+from zo2core.kernels.parallel import thread_count
 from zo2core.kernels.programs import compile_updates
 from zo2core.protocols import CounterNoise, NoiseGenerator, TensorReader
 from zo2core.ranges import require_number, require_whole

@@ -10,7 +10,7 @@ from queue import SimpleQueue
 from typing import Any, Generic, TypeVar
 
 from zo2core.errors import BusyError
-from zo2core.kernels.dispatch import end_openmp_team
+from zo2core.kernels.parallel import end_openmp_team
 
 RequestT = TypeVar("RequestT")
 T = TypeVar("T")

@@ -36,11 +36,10 @@ import torch
 
 from zo2core.encodings import decoding
 from zo2core.estimators.noise import noise_bytes
-from zo2core.kernels import dispatch
+from zo2core.kernels import parallel
 from zo2core.kernels.dispatch import (
     Kernel,
     choose_kernel,
-    run_together,
     triton_kernels,
 )
 from zo2core.kernels.low_bit import low_bit_bytes, scales_positions
@@ -190,7 +189,7 @@ class WorkBuffer:
         """Whether several threads may change it; on a device kernels run in streams of the thread
         that launches them.
         """
-        return self._device.torch_device.type == "cpu" and dispatch.thread_count() > 1
+        return self._device.torch_device.type == "cpu" and parallel.thread_count() > 1
 
     def bind(self, bind: Callable[[int, Mapping[str, torch.Tensor]], None]) -> None:
         """Make the buffer's views the parameters of a model's modules."""
@@ -544,7 +543,7 @@ class TrajectoryPerturber(Perturber):
     def _divide(self, index: int, tasks: Sequence[Callable[[], object]]) -> None:
         """Do a segment's tasks, on several threads if that saves time."""
         if self._divides(index):
-            run_together(tasks)
+            parallel.run_together(tasks)
         else:
             for task in tasks:
                 task()
@@ -714,7 +713,7 @@ class DrawnPerturber(TrajectoryPerturber):
             return self.version
         replayed: ReplayedChunks = SimpleQueue()
         awaited = replayed if parts[-1][False] else None
-        run_together(
+        parallel.run_together(
             [
                 partial(self._replay_parts, index, stores, parts, replayed),
                 partial(self._perturb_chunks, index, first, awaited=awaited),

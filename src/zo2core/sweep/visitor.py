@@ -20,7 +20,7 @@ import torch
 from zo2core.errors import BusyError, ClosedError
 from zo2core.estimators.perturbation import StackedForward
 from zo2core.kernels import Distribution, Draw, apply
-from zo2core.kernels.dispatch import end_openmp_team
+from zo2core.kernels.parallel import end_openmp_team
 from zo2core.kernels.programs import Trajectory
 from zo2core.protocols import (
     Activations,
