@@ -182,7 +182,7 @@ MOST_NODES = {
     "zo2adapters/frameworks": 7275,
     "zo2adapters/models": 44705,
     "zo2adapters/tasks": 26115,
-    "zo2adapters/trainers": 34621,
+    "zo2adapters/trainers": 34536,
     "zo2core": 11437,
     "zo2core/checkpoint": 5248,
     "zo2core/encodings": 5603,

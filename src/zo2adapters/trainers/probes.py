@@ -37,7 +37,7 @@ from zo2core.sweep.gradient_visitor import (
     KeptSize,
     tensor_ids,
 )
-from zo2core.types import ParameterSpec, aligned, flat_views, widened
+from zo2core.types import aligned, flat_views, widened
 
 _PROBED_PRODUCTS = 100_000_000_000  # most multiplications in a block's matrices per forward probe
 # least number of probes; the fastest counts, since other programs can slow one down tenfold
@@ -212,22 +212,15 @@ def _block_pass(
 
 @unless_it_fails(0.0)
 def measured_reading_cost(model: HFBlockModel, shape: BatchShape, running: int | None) -> float:
-    """Measure the seconds that a byte costs which is read while blocks are decoded and computed:
-    reading takes time of the processor and of the memory, also where a disk is faster than these.
+    """Measure the seconds that a byte costs which is read while blocks are computed: reading takes
+    time of the processor and of the memory, also where a disk is faster than what computes.
     """
     with evenly_routed(model), _Reading(model.weights, model.layouts[1]) as reading:
         block, _ = _block_pass(model, shape, running)
-        decoding = _Decoding.of_largest(model.layouts[1:2])
-
-        def visit() -> None:
-            if decoding is not None:
-                decoding.run()
-            block.run()
-
-        rounds = max(_ROUNDS, min(int(_PROBE_SECONDS / _best(visit, 1)), _MOST_ROUNDS))
-        alone = timeit.timeit(visit, number=rounds, timer=time.perf_counter)
+        rounds = max(_ROUNDS, min(int(_PROBE_SECONDS / _best(block.run, 1)), _MOST_ROUNDS))
+        alone = timeit.timeit(block.run, number=rounds, timer=time.perf_counter)
         reading.start()
-        beside = timeit.timeit(visit, number=rounds, timer=time.perf_counter)
+        beside = timeit.timeit(block.run, number=rounds, timer=time.perf_counter)
         nbytes = reading.stop()
     return max(beside - alone, 0.0) / max(nbytes, 1)
 
@@ -327,39 +320,19 @@ def measured_update_seconds(model: HFBlockModel, update: BlockUpdate) -> float:
     return seconds * share * sum(spec.numel for spec in specs) / weight.numel()
 
 
-class _Decoding(NamedTuple):
-    """Decodes the largest encoded matrix of some segments."""
-
-    spec: ParameterSpec
-    stored: torch.Tensor
-    out: torch.Tensor
-
-    @classmethod
-    def of_largest(cls, layouts: Sequence[BlockLayout]) -> Self | None:
-        """Its memory; None: nothing is encoded."""
-        encoded = _encoded(layouts)
-        if not encoded:
-            return None
-        spec = max(encoded, key=lambda spec: spec.numel)
-        stored = torch.zeros(spec.nbytes, dtype=torch.uint8)
-        return cls(spec, stored, torch.empty(spec.numel, dtype=spec.dtype))
-
-    def run(self) -> None:
-        """Decode it."""
-        decode(self.spec, self.stored, self.out)
-
-
 def decoding_seconds(layouts: Sequence[BlockLayout]) -> float:
     """Seconds to decode all encoded matrices, measured on the largest one."""
-    largest = _Decoding.of_largest(layouts)
-    if largest is None:
+    encoded = [
+        spec for layout in layouts for spec in layout.parameters if spec.encoding is not None
+    ]
+    if not encoded:
         return 0.0
-    best = _best(largest.run, _ROUNDS)  # the first one also touches the memory
-    return best / largest.spec.numel * sum(spec.numel for spec in _encoded(layouts))
-
-
-def _encoded(layouts: Sequence[BlockLayout]) -> list[ParameterSpec]:
-    return [spec for layout in layouts for spec in layout.parameters if spec.encoding is not None]
+    largest = max(encoded, key=lambda spec: spec.numel)
+    stored = torch.zeros(largest.nbytes, dtype=torch.uint8)
+    out = torch.empty(largest.numel, dtype=largest.dtype)
+    # the first one also touches the memory
+    best = _best(lambda: decode(largest, stored, out), _ROUNDS)
+    return best / largest.numel * sum(spec.numel for spec in encoded)
 
 
 def hashing_speed() -> float:
