@@ -19,6 +19,8 @@ if TYPE_CHECKING:
 
 # before huggingface_hub is imported: no test reaches for the network
 os.environ["HF_HUB_OFFLINE"] = "1"
+# before torch is imported: tests share the cores, which threads that wait busily would take
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 COMMON: dict[str, Any] = {
     "deadline": None,
